@@ -27,11 +27,10 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from optuna_dsat.launch.failure_line import failure_line
 from optuna_dsat.launch.measurement import LaunchRecord
-from optuna_dsat.launch.protocol import LaunchFacts, dropped_in_words
+from optuna_dsat.launch.protocol import LaunchFacts, Verdict, dropped_in_words
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import (
     STEPS_SKIPPED,
@@ -43,6 +42,7 @@ from optuna_dsat.runtime.events import (
     RankStarted,
     StepMeasured,
 )
+from optuna_dsat.runtime.failure import failure_line
 from optuna_dsat.script.batch_rule import samples_per_rank
 from optuna_dsat.signals import ENDING
 from optuna_dsat.words import steps_in_words, things_in_words
@@ -60,18 +60,6 @@ _FROM_OUTSIDE = " from outside: neither by the search nor, by its count, by the 
 
 _QUIET_SIGNALS = frozenset({signal.SIGABRT, signal.SIGTERM})
 """Signals that are usually the consequence of another rank's failure, not the cause."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """Outcome of a launch with its message and details."""
-
-    outcome: Outcome
-    message: str
-    error_excerpt: str = ""
-    missing_bytes: int | None = None
-    rank: int = 0
-    """Rank with the most informative log."""
 
 
 def classify(facts: LaunchFacts) -> Verdict:
@@ -102,10 +90,7 @@ def _by_rules(facts: LaunchFacts) -> Verdict:
 
 
 def observed_micro_batch(facts: LaunchFacts) -> int | None:
-    """Return the largest batch fed to an engine in a counted step; None if none was observed.
-
-    The last batch of an epoch may be smaller.
-    """
+    """Return the largest batch fed to an engine in a counted step (the last of an epoch may be smaller), or None."""
     steps = [(step.number, step.observed_micro_batch) for step in facts.of(StepMeasured)]
     seen = [(number, size) for number, size in steps if size is not None]
     counted = [size for number, size in seen if number >= facts.start_profile_step]

@@ -231,10 +231,7 @@ def dropped_in_words(size: int) -> str:
 
 
 class LogLimit:
-    """Limits the logs of a launch to ``START_BYTES + END_BYTES`` each.
-
-    Links and files with several names are not changed: a script may have put them there.
-    """
+    """Limits logs to ``START_BYTES + END_BYTES``; links and files with several names, which a script made, stay."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self._paths = tuple(paths)

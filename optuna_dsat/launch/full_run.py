@@ -96,10 +96,9 @@ def _wait_in_foreground(agent: subprocess.Popen[bytes]) -> signal.Signals | None
 
 @contextlib.contextmanager
 def _passed_on(agent: subprocess.Popen[bytes]) -> Iterator[list[signal.Signals]]:
-    """Within the block, forward ending signals of this process to another process; yield the list of received signals.
+    """Within the block, forward ending signals to another process; yield the list of received signals.
 
-    torchrun then ends its ranks. Signals from the keyboard have already reached it. Ignored signals remain ignored.
-    Only the main thread can do this.
+    torchrun then ends its ranks. Signals from the keyboard have already reached it. Only the main thread can do this.
     """
     received: list[signal.Signals] = []
 

@@ -25,10 +25,7 @@ _STRENGTH = ("off", "python", "mount")
 
 
 def why_no_overlay(folder: Path) -> str:
-    """Return why launches with run directories in a folder get no overlays; empty if they do.
-
-    Tries it in a separate process, which takes about 30 ms.
-    """
+    """Return why launches with run directories in a folder get no overlays; empty if a process could mount one."""
     try:
         ended = subprocess.run(
             [sys.executable, "-I", "-S", mounts.__file__, str(folder)],

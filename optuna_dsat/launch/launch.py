@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from optuna_dsat.config.ds_config import MICRO_BATCH
 from optuna_dsat.launch.event_log import EventLog, LogLimit
 from optuna_dsat.launch.machine.host import MAX_STALL_LIMITS, ActivityMonitor, ProcessUsage
-from optuna_dsat.launch.protocol import Conditions, EndFacts, LaunchFacts, LaunchReport, LaunchRequest, StopReason
+from optuna_dsat.launch.protocol import Conditions, EndFacts, LaunchFacts, LaunchReport, LaunchRequest, Verdict
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.launch.stacks import StackWatch, describe_stacks
 from optuna_dsat.outcome import Outcome
@@ -144,7 +144,7 @@ class Launch:
 
     gone_at: float | None = field(default=None, init=False)
     """When the last process was seen to be gone; None while any lives."""
-    stop_reason: StopReason | None = field(default=None, init=False)
+    stop_reason: Verdict | None = field(default=None, init=False)
     """Why the launcher ended it; None if it did not."""
     settled_as: LaunchReport | None = field(default=None, init=False)
     """Its report once the outcome is final; None before."""
@@ -238,7 +238,7 @@ class Launch:
             events += self.log.read(now)
         return events
 
-    def end(self, reason: StopReason) -> None:
+    def end(self, reason: Verdict) -> None:
         """Kill the launch without waiting; one that is already ending keeps its first reason.
 
         A trial that is pruned, or known well enough, leaves its ranks to their last step if they may take on another.
@@ -336,7 +336,7 @@ class Launch:
         request = self.request
         if request.timeout_s is not None and now - self.started > request.timeout_s:
             text = f"longer than the limit of {request.timeout_s:g} s (--trial-timeout); {self._progress()}"
-            self.end(StopReason(outcome=Outcome.TIMEOUT, message=text))
+            self.end(Verdict(outcome=Outcome.TIMEOUT, message=text))
             return
         stall_s = min(request.stall_s, _LAST_RANK_S) if some_done else request.stall_s
         last_activity = self.log.last_event if some_done else self._last_activity(now)
@@ -357,7 +357,7 @@ class Launch:
             worked = self._activity.last_work
             if worked is not None and worked > self.log.last_event:
                 text += f", processes at work {now - worked:.0f} s ago"
-            self.end(StopReason(outcome=Outcome.STALLED, message=text))
+            self.end(Verdict(outcome=Outcome.STALLED, message=text))
 
     def _stand_still_limit_s(self) -> float:
         """Return the silence after which ranks that stand still are stalled; a compiler at work ends a silence."""

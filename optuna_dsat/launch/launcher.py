@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH
 from optuna_dsat.config.live import live_changes
-from optuna_dsat.launch.classify import Verdict, classify
+from optuna_dsat.launch.classify import classify
 from optuna_dsat.launch.launch import Launch, WaitingLaunch
 from optuna_dsat.launch.machine.devices import Devices
 from optuna_dsat.launch.machine.nvml import Nvml
@@ -29,7 +29,7 @@ from optuna_dsat.launch.protocol import (
     Settled,
     SlotsBusyError,
     SlotsTakenError,
-    StopReason,
+    Verdict,
 )
 from optuna_dsat.launch.reports import complete_report, isolation_notice, report_of, report_of_unstarted, write_report
 from optuna_dsat.launch.run_directory import RunDirectory
@@ -378,7 +378,7 @@ class TorchrunLauncher:
                 report_of_unstarted(request, self.run_directory(request.launch_id), outcome, message)
             )
         elif (launch := self._running.get(launch_id)) is not None:
-            launch.end(StopReason(outcome=outcome, message=message))
+            launch.end(Verdict(outcome=outcome, message=message))
 
     def close(self) -> None:
         """End everything still running, and wait until its processes on this machine are gone."""

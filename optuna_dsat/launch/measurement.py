@@ -101,10 +101,9 @@ def merge_ranks(steps: Sequence[StepMeasured], *, data_parallel_size: int, confi
 
 
 def without_rare_evaluation(steps: Sequence[GlobalStep]) -> list[GlobalStep]:
-    """Subtract evaluation and generation time from the steps, unless every step includes it.
+    """Subtract evaluation and generation time from the steps, unless every step but the first includes it.
 
-    Work in every step, such as generation in reinforcement learning, is part of the training. The first step is not
-    considered, because scripts evaluate before they train.
+    Work in every step is part of the training; before the first, scripts evaluate once.
     """
     if all(step.evaluation_s > 0 for step in steps[1:]):
         return list(steps)
@@ -114,8 +113,7 @@ def without_rare_evaluation(steps: Sequence[GlobalStep]) -> list[GlobalStep]:
 def input_variation(steps: Sequence[GlobalStep]) -> float:
     """Return the variation of elements per sample between steps: largest minus smallest, relative to their mean.
 
-    0 if it is at most 5%, or if a step's inputs were not observed. A step of fewer samples, such as the last of an
-    epoch, is not a variation.
+    0 up to 5%, or if inputs were not observed. A step of fewer samples, such as an epoch's last, is not a variation.
     """
     sizes = [step.elements / step.samples for step in steps if step.samples > 0 and step.elements > 0]
     if not sizes or len(sizes) < len(steps):
@@ -235,8 +233,8 @@ def _ratio_interval(value: float, pairs: Sequence[tuple[float, float]]) -> Inter
 def step_time_uncertainty(steps: Sequence[GlobalStep]) -> float:
     """Return half the width of the 95% confidence interval of the mean step time, relative to the mean.
 
-    Student's t interval for independent steps: a drift over the steps widens it, an equal delay of all steps does not.
-    Infinite for fewer than two steps.
+    Student's t for independent steps: a drift widens it, an equal delay of all steps does not. Infinite below two
+    steps.
     """
     if len(steps) < 2:
         return math.inf
@@ -332,8 +330,7 @@ class LaunchRecord:
     def passes_per_micro_batch(self) -> int:
         """Forward passes of full micro-batches in each counted step, divided by the engine's accumulation steps.
 
-        More than 1 if the script accumulates gradients itself, or feeds the engine several times per backward pass; 1
-        if steps disagree, or without observations.
+        More than 1 if the script accumulates itself, or feeds several inputs per backward pass; 1 if unknown.
         """
         if self.engine is None or self.engine.pipeline or self.observed_micro_batch is None:
             return 1

@@ -298,11 +298,15 @@ class Rendezvous(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StopReason:
-    """Outcome and message of a launch that the launcher ended itself."""
+class Verdict:
+    """Outcome of a launch with its message and details."""
 
     outcome: Outcome
     message: str
+    error_excerpt: str = ""
+    missing_bytes: int | None = None
+    rank: int = 0
+    """Rank with the most informative log."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,7 +334,7 @@ class LaunchFacts(EndFacts):
     """Configured ``train_micro_batch_size_per_gpu``; None if not configured."""
     events: Mapping[int, Sequence[Event]]
     """Rank -> events in the order written."""
-    stop: StopReason | None = None
+    stop: Verdict | None = None
     """None if the launcher did not end the launch."""
     config_path: str = "ds_config.json"
     """Path of the user's DeepSpeed config, for the remedy in messages."""

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from optuna_dsat.launch.classify import Verdict
 from optuna_dsat.launch.isolation import describe_isolation
 from optuna_dsat.launch.launch import Launch
-from optuna_dsat.launch.protocol import LaunchFacts, LaunchReport, LaunchRequest
+from optuna_dsat.launch.protocol import LaunchFacts, LaunchReport, LaunchRequest, Verdict
 from optuna_dsat.launch.run_directory import OutputError, RunDirectory
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import Event, RankFailed, StepMeasured
@@ -68,8 +67,7 @@ def isolation_notice(launch: Launch) -> str:
 def _spent(launch: Launch, recorded: Sequence[Event]) -> tuple[float, float]:
     """Return the seconds of a launch before the end of its first step, and from there to its last event.
 
-    Ranks date their events by the system clock. If that was set, or the machine slept, the monotonic times at which
-    the events were read are used instead.
+    Ranks date events by the system clock; if that was set, or the machine slept, the times of reading are used.
     """
     now, ended = time.monotonic(), time.time()
     if abs((ended - launch.started_unix) - (now - launch.started)) > _CLOCK_SET_S:

@@ -175,10 +175,7 @@ class RunDirectory:
         self.write_text(path, json.dumps(data, indent=2, default=str) + "\n")
 
     def write_text(self, path: Path, text: str) -> None:
-        """Write ``text`` to ``path``, atomically.
-
-        Recreates a directory that the script has removed; does not follow a link put in its place.
-        """
+        """Write ``text`` atomically, without following a link that a script has put in a folder's place."""
         with readable_errors(path):
             if path.parent.is_symlink():
                 path.parent.unlink()
@@ -204,6 +201,26 @@ class RunDirectory:
     def write_report(self, report: LaunchReport) -> None:
         """Write the launch's report."""
         self.write_json(self.report, asdict(report))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedLaunch:
+    """Command and environment of a launch with an existing run directory."""
+
+    launch_id: str
+    mark: str
+    """Mark of its processes."""
+    directory: RunDirectory
+    cwd: str
+    python: str
+    """Interpreter of the ranks."""
+    argv: Sequence[str]
+    """Command to start."""
+    arguments: Sequence[str]
+    """torchrun's arguments, without ``python -m torch.distributed.run``."""
+    shown: tuple[str, ...]
+    """The command as plain torchrun, without secrets."""
+    environ: Mapping[str, str]
 
 
 RANK_VARIABLES = frozenset(

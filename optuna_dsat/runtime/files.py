@@ -21,11 +21,7 @@ from typing import TextIO
 def write_text_atomic(path: Path, text: str, *, durable: bool = False, mode: int | None = None) -> None:
     """Write a UTF-8 file atomically: readers see either the old or the new content.
 
-    ``durable`` syncs the new content to disk before it replaces the old content. ``mode`` are permission bits; None is
-    the umask's default.
-
-    Raises:
-        OSError: If the folder cannot be written; the temporary file is removed.
+    ``durable`` syncs it to disk before it replaces the old. ``mode`` are permission bits, else the umask's default.
     """
     _remove_abandoned(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")

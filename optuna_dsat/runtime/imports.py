@@ -20,11 +20,7 @@ from typing import Any, TypeVar
 
 
 def imported_modules() -> list[str]:
-    """Return the installed modules that this process has imported, in import order.
-
-    Excludes the standard library, which is cheap and imported by other modules, and the user's modules, which every
-    launch imports again.
-    """
+    """Return the imported installed modules, in import order, without the standard library and the user's modules."""
     folders = installed_folders()
     names = []
     for name, module in list(sys.modules.items()):
@@ -166,10 +162,7 @@ class EnvironmentWatch:
 
 
 def replace_function(module: ModuleType, name: str, replacement: Callable[..., Any]) -> None:
-    """Set a module's function, also where ``from module import name`` copied it.
-
-    In a forked launch the library has been imported before anything is replaced.
-    """
+    """Set a module's function, also where ``from module import name`` copied it, as before a fork."""
     original = getattr(module, name)
     for other in list(sys.modules.values()):
         if getattr(other, "__dict__", {}).get(name) is original:

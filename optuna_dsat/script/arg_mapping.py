@@ -38,8 +38,8 @@ def map_arguments(
 ) -> tuple[str, ...]:
     """Return a script's arguments with the mapped options set to the values of ``config``.
 
-    A present option (``--flag value`` or ``--flag=value``) is replaced, a missing option appended. A stage that the
-    config does not set leaves its option unchanged.
+    A present option (``--flag value`` or ``--flag=value``) is replaced, a missing option appended, except an unset
+    stage.
     """
     if not mappings:
         return tuple(args)

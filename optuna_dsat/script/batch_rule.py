@@ -209,11 +209,7 @@ def _batch_sizes(found: BatchSourcesFound) -> set[int]:
 
 
 def _of_size(sources: BatchSourcesFound, size: int, *, fed: int, ranks: int) -> list[BatchRule]:
-    """Return candidate sources of a batch of ``size`` samples, likeliest first.
-
-    Values whose name suggests a sequence length are skipped: the first dimension of time-first inputs would follow such
-    a value like a batch size.
-    """
+    """Return candidate sources of a batch of ``size`` samples, likeliest first; not by names of sequence lengths."""
     rows = Fraction(fed, size).as_integer_ratio()
     counts = {size * ranks: TRAIN_BATCH, size: MICRO_BATCH}
     matching = [
@@ -235,10 +231,7 @@ def _of_size(sources: BatchSourcesFound, size: int, *, fed: int, ranks: int) -> 
 
 
 def samples_per_rank(found: BatchSourcesFound, *, own: int | None = None) -> int | None:
-    """Return a rank's samples per epoch of the loader that feeds the engine; None if unknown.
-
-    Loaders of batch size ``own`` take precedence.
-    """
+    """Return a rank's samples per epoch of the loader that feeds the engine (of batch size ``own``), or None."""
     loader = _counted_loader(found, own=own)
     return None if loader is None else int(loader["samples"])
 

@@ -79,7 +79,7 @@ class Installation:
 
 
 def examined(python: str) -> Installation:
-    """Return what an interpreter is and has, without importing its packages; the answer is kept.
+    """Return version, path and packages of an interpreter, without importing the packages; the answer is kept.
 
     Raises:
         UsageError: If it does not start.
@@ -153,10 +153,7 @@ def named_python(name: str) -> str:
 
 
 def default_python() -> str:
-    """Return the interpreter for a script that no launcher names.
-
-    The first with torch and DeepSpeed of: the active environment's, the interpreter of this process, and the first on
-    ``PATH``.
+    """Return the first interpreter with torch and DeepSpeed: the active environment's, this process's, or on ``PATH``.
 
     Raises:
         UsageError: If none has both.

@@ -39,8 +39,8 @@ _LARGEST_BYTES = 2**20
 def find_config(args: Sequence[str], *, cwd: Path) -> Path | None:
     """Return the DeepSpeed config that a script's arguments refer to; None if they name none.
 
-    Conventional options come first, then any argument that is a DeepSpeed config, then settings files among the
-    arguments. Paths in a settings file are relative to the working directory or to the file.
+    Conventional options come first, then any argument that is a config, then settings files, whose paths are relative
+    to the working directory or to the file.
     """
     by_option = [value for option, value in _pairs(args) if option in _OPTIONS]
     others = [value for _, value in _pairs(args)]

@@ -299,10 +299,9 @@ class Database:
 
     @contextmanager
     def exclusive(self, purpose: str) -> Iterator[None]:
-        """Hold the exclusive lock of this database, against other processes and threads.
+        """Hold the exclusive lock of this database, against other processes and threads; not reentrant.
 
-        It is released when the process ends, for any reason. On SQLite it locks the file ``FILE-lock`` next to the
-        database, on PostgreSQL it is an advisory lock in a separate session. It is not reentrant.
+        It is released when the process ends: ``FILE-lock`` next to an SQLite file, an advisory lock in PostgreSQL.
 
         Raises:
             StorageError: If the lock was not free within two minutes, or the database is unreachable.

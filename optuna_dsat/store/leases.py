@@ -162,10 +162,9 @@ class Heartbeat:
         self._database.run(lambda session: delete_beat(session, *key, worker=self._worker), limit_s=limit_s)
 
     def is_lost(self, trial: optuna.Trial) -> bool:
-        """Return whether another worker considered this worker dead and requeued the trial.
+        """Return whether another worker considered this worker dead, as after a suspension, and requeued the trial.
 
-        This happens if the process was suspended or disconnected from the database for long. The launch's result
-        must be discarded: a copy of the trial runs elsewhere.
+        The launch's result must then be discarded: a copy of the trial runs elsewhere.
         """
         return not self.is_own(str(trial.study.user_attrs[STUDY_UUID]), trial.number)
 

@@ -161,19 +161,13 @@ class HeartbeatRow(Base):
 
 
 def insert_or_skip(session: Session, model: type[Base], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Insert rows; rows whose primary key exists are skipped.
-
-    ``rows`` are the column values, the same columns in every row.
-    """
+    """Insert rows, with the same columns in every row; rows whose primary key exists are skipped."""
     if rows:
         session.connection().execute(_insert(session, model).on_conflict_do_nothing(), [dict(row) for row in rows])
 
 
 def insert_or_update(session: Session, model: type[Base], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Insert rows; rows whose primary key exists are overwritten.
-
-    ``rows`` are the column values, the same columns in every row; primary keys are unique.
-    """
+    """Insert rows, with the same columns in every row and unique primary keys; existing rows are overwritten."""
     if rows:
         statement = _insert(session, model)
         keys = {column.name for column in statement.table.primary_key}

@@ -35,10 +35,7 @@ def display_url(url: str | URL) -> str:
 
 
 def parse_url(url: str) -> URL:
-    """Parse and normalize a storage URL.
-
-    ``postgres://`` and ``postgresql://`` become ``postgresql+psycopg://``; the file of an SQLite URL becomes
-    absolute.
+    """Parse a storage URL; normalize it to ``postgresql+psycopg://`` or the absolute path of an SQLite file.
 
     Raises:
         StorageUrlError: If it cannot be parsed, the kind of database is not supported, or the file cannot be opened.

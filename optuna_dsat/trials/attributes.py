@@ -121,10 +121,7 @@ def waiting_launch(trials: Sequence[FrozenTrial]) -> str | None:
 
 
 def launches_used(trials: Sequence[FrozenTrial]) -> int:
-    """Return the number of trials that count against the budget: launched, and not lost with their worker.
-
-    The trial that simplifies the best does not count.
-    """
+    """Return the number of trials that count against the budget: launched, not lost, and not simplifying the best."""
     return sum(
         LAUNCH_ID in trial.user_attrs
         and SIMPLIFIES not in trial.user_attrs
@@ -193,11 +190,7 @@ def user_config_trial(trials: Sequence[FrozenTrial]) -> FrozenTrial | None:
 
 
 def data_limit(trials: Sequence[FrozenTrial]) -> int | None:
-    """Return the largest number of samples per rank and global step in the dataset; None if it was never exhausted.
-
-    Samples per rank and global step are micro-batch times gradient accumulation steps; the limit holds for all
-    lineages.
-    """
+    """Return the samples per rank and global step in the dataset, a bound for all lineages; None if never exhausted."""
     return min((trial.user_attrs[DATA_LIMIT] for trial in trials if DATA_LIMIT in trial.user_attrs), default=None)
 
 

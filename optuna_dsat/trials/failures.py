@@ -54,10 +54,7 @@ class StructureFailures:
     """Structures that ran, by their components."""
 
     def largest_first(self, params: Mapping[str, Any]) -> int | None:
-        """Return the largest micro-batch of a structure that never ran, None for any.
-
-        Failures at a size that ran are caused by the structure, not by the size.
-        """
+        """Return the largest micro-batch for a structure that never ran, None for any: failures there are due to it."""
         return None if _components(params) in self.ran else self.proven_size
 
 

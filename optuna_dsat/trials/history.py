@@ -110,8 +110,6 @@ def all_opened(
     """Return whether every lineage that extends partial knobs was opened already or is hopeless.
 
     The next knob is shared by all known lineages below ``params``; its distribution provides the other choices.
-
-    ``params`` are the partial knobs; empty for the whole space.
     """
     if any(agrees(params, record, strict=True) for record in hopeless):
         return True

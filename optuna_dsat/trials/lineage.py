@@ -315,11 +315,7 @@ def unreachable(trials: Iterable[FrozenTrial], *, micro_batch: str = MICRO_BATCH
 
 
 def search_interval(lineage: Lineage, ceiling: int, *, floor: int = 1) -> tuple[int, int]:
-    """Return the remaining interval (low, high) of a bisection, which is finished when low > high.
-
-    ``low = largest micro-batch that fits + 1`` and ``high = smallest that does not fit - 1``, within [floor,
-    ceiling].
-    """
+    """Return the remaining interval (low, high) of a bisection within [floor, ceiling]; it is over when low > high."""
     low = floor if lineage.largest_fit is None else max(floor, lineage.largest_fit + 1)
     high = ceiling if lineage.smallest_too_large is None else min(ceiling, lineage.smallest_too_large - 1)
     return low, high

@@ -19,7 +19,15 @@ import pytest
 
 from optuna_dsat.launch.agent import run
 from optuna_dsat.launch.agent.agent import Doorbell, NodeAgent, addresses, digest_of, free_port, interface_of, reached
-from optuna_dsat.launch.agent.files import HEARD_S, TOKEN, Joiner, LaunchFiles, TrackerFiles, to_lines, write_tracker
+from optuna_dsat.launch.agent.files import (
+    HEARD_S,
+    TOKEN,
+    Joiner,
+    LaunchFiles,
+    hand_over_trackers,
+    to_lines,
+    write_tracker,
+)
 from optuna_dsat.launch.event_log import GrowingFile
 from optuna_dsat.launch.places.slurm import cause_in, job_in, place_arguments
 from optuna_dsat.launch.protocol import LaunchRequest
@@ -199,8 +207,9 @@ def test_what_trackers_wrote_is_sent_in_pieces_but_for_what_is_too_large(
         path.write_bytes(bytes(range(size)))
     (there.trackers_dir / "latest").symlink_to(there.trackers_dir / "wandb")
     for node, token in ((0, "another"), (1, "another")):
-        files = TrackerFiles(there.trackers_dir, node=node, on_notice=words.append)
-        for piece in files.hand_over(here.trackers_dir, token):
+        for piece in hand_over_trackers(
+            there.trackers_dir, here.trackers_dir, token, node=node, on_notice=words.append
+        ):
             write_tracker(here, json.loads(json.dumps(piece)))
     write_tracker(here, {"file": "../outside", "begin": 0, "data": ""})
     result = {str(p.relative_to(here.root)): p.read_bytes() for p in here.root.rglob("*") if p.is_file()}
@@ -215,8 +224,7 @@ def test_what_trackers_wrote_is_moved_where_the_heads_folder_is_seen(tmp_path: P
     (there / "wandb" / "log").write_text("loss")
     here.mkdir()
     (here / TOKEN).write_text("the same")
-    files = TrackerFiles(there, node=0, on_notice=print)
-    assert list(files.hand_over(here, "the same")) == []
+    assert list(hand_over_trackers(there, here, "the same", node=0, on_notice=print)) == []
     assert (here / "wandb" / "log").read_text() == "loss"
     assert not (there / "wandb" / "log").exists()
 

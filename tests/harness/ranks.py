@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 import pytest
 
 from optuna_dsat.launch.machine.processes import new_mark
-from optuna_dsat.launch.run_directory import RunDirectory
+from optuna_dsat.launch.run_directory import PreparedLaunch, RunDirectory
 from optuna_dsat.launch.warm.forking import Forking
-from optuna_dsat.launch.warm.server import WarmOrder
 from optuna_dsat.runtime.agent.processes import MARK_ENV
 from optuna_dsat.runtime.events import Event, decode_event
 from optuna_dsat.runtime.overlay import merge
@@ -94,10 +93,12 @@ class WarmRanks:
         self._count += 1
         directory, mark = RunDirectory.create(folder, f"torchrun-{self._count}"), new_mark()
         agent = self._warm.fork(
-            WarmOrder(
+            PreparedLaunch(
                 python=sys.executable,
                 launch_id=f"launch-{self._count}",
                 mark=mark,
+                argv=(),
+                shown=(),
                 arguments=arguments,
                 environ={**without_pytest(environment), MARK_ENV: mark},
                 cwd=str(folder),

@@ -13,7 +13,7 @@ import pytest
 from optuna_dsat.launch.launcher import local_launcher
 from optuna_dsat.launch.machine import host
 from optuna_dsat.launch.machine.devices import cpu_devices
-from optuna_dsat.launch.machine.host import BesideWatch, GpuSight, busy_seconds
+from optuna_dsat.launch.machine.host import BesideWatch, busy_seconds
 from optuna_dsat.launch.machine.processes import cpu_seconds
 from optuna_dsat.launch.protocol import Conditions, Finished
 from optuna_dsat.outcome import Outcome
@@ -141,12 +141,12 @@ def test_many_short_steps_cost_few_readings(computer: Computer, monkeypatch: pyt
 def test_what_gpus_show_at_any_time_is_kept_once(computer: Computer) -> None:
     sights = iter(
         [
-            GpuSight(throttle_reasons=("power limit on GPU 0",)),
-            GpuSight(processes=("process 9 on GPU 0",), throttle_reasons=("power limit on GPU 0",)),
-            GpuSight(),
+            Conditions(throttle_reasons=("power limit on GPU 0",)),
+            Conditions(gpu_processes=("process 9 on GPU 0",), throttle_reasons=("power limit on GPU 0",)),
+            Conditions(),
         ]
     )
-    watch = computer.watch(look=lambda own: next(sights) if 11 in own else GpuSight())
+    watch = computer.watch(look=lambda own: next(sights) if 11 in own else Conditions())
     for number in (2, 3, 4):
         watch.update(ends(number))
         computer.passes(1.0, others_s=0.0)
@@ -183,7 +183,7 @@ def test_others_on_a_launchs_gpu_and_low_clocks_are_named(machine: Machine) -> N
     lease = pool.take(1)
     machine.gets(f"process 0 compute {os.getpid()} 900", "process 0 compute 4194301 500", "clocks 0 65")
     sight = pool.sight(lease, {os.getpid()})
-    assert sight.processes == ("process 4194301 (far-4194301) on GPU 0",)
+    assert sight.gpu_processes == ("process 4194301 (far-4194301) on GPU 0",)
     assert sight.throttle_reasons == (
         "power limit on GPU 0",
         "temperature (driver) on GPU 0",
@@ -206,7 +206,7 @@ def test_where_the_launch_itself_is_not_listed_nobody_is_another(machine: Machin
     pool = machine.pool()
     lease = pool.take(1)
     machine.gets("process 0 compute 4194301 500", "refuse nvmlDeviceGetCurrentClocksEventReasons 15")
-    assert pool.sight(lease, {os.getpid()}) == GpuSight()
+    assert pool.sight(lease, {os.getpid()}) == Conditions()
 
 
 @pytest.mark.torchrun

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from optuna_dsat.launch.classify import classify, observed_micro_batch
-from optuna_dsat.launch.failure_line import failure_line
-from optuna_dsat.launch.protocol import LaunchFacts, StopReason
+from optuna_dsat.launch.protocol import LaunchFacts, Verdict
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import (
     BatchSourcesFound,
@@ -20,11 +19,11 @@ from optuna_dsat.runtime.events import (
     RankStarted,
     StepMeasured,
 )
-from optuna_dsat.runtime.failure import diagnose
+from optuna_dsat.runtime.failure import diagnose, failure_line
 from tests.harness.events import engine, step_of
 
-PRUNE = StopReason(outcome=Outcome.PRUNED, message="cannot win")
-ENOUGH = StopReason(outcome=Outcome.MEASURED, message="measured to step 4: the step time is known")
+PRUNE = Verdict(outcome=Outcome.PRUNED, message="cannot win")
+ENOUGH = Verdict(outcome=Outcome.MEASURED, message="measured to step 4: the step time is known")
 
 
 def started(rank: int) -> RankStarted:
@@ -103,8 +102,8 @@ INVALID, SCRIPT = "invalid_config", "script_error"
         (facts(failed(0, OOM), None, stop=ENOUGH), Outcome.OUT_OF_MEMORY),
         (facts(finished(0), finished(1), stop=PRUNE), Outcome.PRUNED),
         (facts(None, failed(1, COMM), stop=PRUNE), Outcome.PRUNED),
-        (facts(None, None, stop=StopReason(outcome=Outcome.TIMEOUT, message="slow")), Outcome.TIMEOUT),
-        (facts(None, None, stop=StopReason(outcome=Outcome.STALLED, message="still")), Outcome.STALLED),
+        (facts(None, None, stop=Verdict(outcome=Outcome.TIMEOUT, message="slow")), Outcome.TIMEOUT),
+        (facts(None, None, stop=Verdict(outcome=Outcome.STALLED, message="still")), Outcome.STALLED),
         (facts(None, failed(1, COMM), exit_codes={0: -9}, oom_kills=1), Outcome.HOST_OUT_OF_MEMORY),
         (facts(None, None, exit_codes={0: -9}, oom_kills=None), Outcome.HOST_OUT_OF_MEMORY),
         (facts(None, None, exit_codes={0: -9}, oom_kills=0), Outcome.KILLED),

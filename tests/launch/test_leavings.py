@@ -15,7 +15,7 @@ import pytest
 
 from optuna_dsat.launch.machine.journal import remove_noted
 from optuna_dsat.launch.machine.processes import new_mark
-from optuna_dsat.launch.protocol import StopReason
+from optuna_dsat.launch.protocol import Verdict
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.adapt.journal import SHARED_MEMORY, note, note_shared_buffer
 from optuna_dsat.runtime.agent.processes import MARK_ENV
@@ -74,7 +74,7 @@ def test_what_a_killed_rank_leaves_is_removed(tmp_path: Path) -> None:
         left = [Path(word) for word in output.readline().split()]
     assert len(left) == 7
     assert all(path.exists() for path in left)
-    launch.end(StopReason(outcome=Outcome.PRUNED, message="enough"))
+    launch.end(Verdict(outcome=Outcome.PRUNED, message="enough"))
     now = 1.0
     while launch.gone_at is None:
         launch.advance(now)

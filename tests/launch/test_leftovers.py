@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from optuna_dsat.errors import UsageError
-from optuna_dsat.launch.agent.command import PreparedLaunch
 from optuna_dsat.launch.agent.run import MachineLaunch
 from optuna_dsat.launch.launcher import local_launcher
 from optuna_dsat.launch.machine import journal
@@ -30,6 +29,7 @@ from optuna_dsat.launch.machine.journal import (
     removed_in_words,
 )
 from optuna_dsat.launch.protocol import LaunchRequest
+from optuna_dsat.launch.run_directory import PreparedLaunch
 from optuna_dsat.runtime.adapt.journal import note
 from optuna_dsat.runtime.agent.processes import MARK_ENV
 from optuna_dsat.runtime.process_identity import process_space
@@ -204,11 +204,11 @@ def test_a_launch_that_is_interrupted_as_it_starts_leaves_nothing(
     """Ctrl-C after its processes were started and before the launcher follows them."""
     started: list[subprocess.Popen[bytes]] = []
 
-    def interrupted(_: LaunchRequest, prepared: PreparedLaunch, *, mark: str, **__: Any) -> None:
+    def interrupted(_: LaunchRequest, prepared: PreparedLaunch, **__: Any) -> None:
         assert prepared.directory.leavings is not None
         (tmp_path / "temporary").mkdir()
         note(prepared.directory.leavings, str(tmp_path / "temporary"))
-        started.append(subprocess.Popen(["sleep", "600"], env={**os.environ, MARK_ENV: mark}))
+        started.append(subprocess.Popen(["sleep", "600"], env={**os.environ, MARK_ENV: prepared.mark}))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(MachineLaunch, "start", interrupted)

@@ -15,7 +15,7 @@ from optuna_dsat.launch.machine.nvml import DeviceError
 from optuna_dsat.launch.machine.processes import new_mark
 from optuna_dsat.launch.machine.slots import SlotPool
 from optuna_dsat.launch.places.here import Here
-from optuna_dsat.launch.protocol import Finished, LaunchReport, StopReason
+from optuna_dsat.launch.protocol import Finished, LaunchReport, Verdict
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.agent.processes import MARK_ENV, ProcessKey
 from optuna_dsat.runtime.measure.memory import host_memory_bytes
@@ -162,7 +162,7 @@ class Bench:
 
     def end(self) -> float:
         """End the launch at second 1 and follow it to its end; return when its last process was seen to be gone."""
-        self.launch.end(StopReason(outcome=Outcome.PRUNED, message="enough"))
+        self.launch.end(Verdict(outcome=Outcome.PRUNED, message="enough"))
         self.agent.wait()
         now = 1.0
         while self.launch.gone_at is None:

@@ -22,7 +22,7 @@ from optuna_dsat.launch.measurement import (
     merge_ranks,
     metrics_of,
 )
-from optuna_dsat.launch.protocol import LaunchFacts, StopReason
+from optuna_dsat.launch.protocol import LaunchFacts, Verdict
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.metrics import Interval
 from optuna_dsat.outcome import Outcome
@@ -86,7 +86,7 @@ def test_a_launch_says_how_many_steps_were_skipped() -> None:
     verdict = classify(facts_of("xx.x...", "profile_done"))
     assert verdict.outcome is Outcome.MEASURED
     assert verdict.message == "measured to step 4; 3 steps skipped by the loss scaler, not counted"
-    stop = StopReason(outcome=Outcome.MEASURED, message="measured to step 3: the step time is known")
+    stop = Verdict(outcome=Outcome.MEASURED, message="measured to step 3: the step time is known")
     assert classify(facts_of("x...", "", stop=stop)).message == stop.message + (
         "; 1 step skipped by the loss scaler, not counted"
     )

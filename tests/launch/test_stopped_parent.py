@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from optuna_dsat.launch.machine.processes import exit_code_of
-from optuna_dsat.launch.run_directory import RunDirectory
+from optuna_dsat.launch.run_directory import PreparedLaunch, RunDirectory
 from optuna_dsat.launch.warm import server as warm
 from optuna_dsat.launch.warm.forking import Forking
-from optuna_dsat.launch.warm.server import WarmAgent, WarmOrder, WarmUnavailableError
+from optuna_dsat.launch.warm.server import WarmAgent, WarmUnavailableError
 from optuna_dsat.runtime.agent.preload import Preload
 from optuna_dsat.runtime.agent.processes import ProcessKey
 from tests.harness.workers import wait_until
@@ -59,10 +59,12 @@ def test_one_that_leaves_an_order_unanswered_is_ended(
     monkeypatch.setattr(warm, "_ANSWER_LIMIT_S", 0.3)
     server: Any = launches._server
     server.process.send_signal(signal.SIGSTOP)
-    order = WarmOrder(
+    order = PreparedLaunch(
         python=sys.executable,
         launch_id="trial-0000",
         mark="",
+        argv=(),
+        shown=(),
         arguments=(),
         environ=ENVIRON,
         cwd=str(tmp_path),

@@ -12,10 +12,7 @@ from optuna_dsat.runtime.rank import GroupRank
 
 
 class DistributedContext:
-    """Rank and size of the process group; gathers and broadcasts picklable objects, with Determined's method names.
-
-    Every rank must call collective methods.
-    """
+    """Rank and size of the process group, and collective exchange of picklable objects by Determined's method names."""
 
     def __init__(self, group: GroupRank) -> None:
         self.rank, self.size = group.rank, group.world_size

@@ -19,9 +19,8 @@ TorchData = torch.Tensor | Mapping[str, Any] | Sequence[Any]
 class PyTorchCallback:
     """Base class of callbacks, with Determined's method names; methods do nothing unless overridden.
 
-    Every rank has its own instance. Callbacks with state override ``state_dict`` and ``load_state_dict``; checkpoints
-    include the state. During a search nothing is validated, reported or saved, so only the methods up to
-    ``on_training_epoch_end`` are called.
+    Every rank has its own instance. Checkpoints include the result of ``state_dict``. During a search nothing is
+    validated, reported or saved, so only the methods up to ``on_training_epoch_end`` are called.
     """
 
     def on_trial_startup(self, first_batch_idx: int, checkpoint_uuid: str | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from optuna_dsat.launch.machine.devices import Device
 from optuna_dsat.launch.machine.nvme import in_own_folders, swap_paths
 from optuna_dsat.launch.machine.slots import SlotLease, SlotPool
 from optuna_dsat.launch.protocol import LaunchRequest, Rendezvous
-from optuna_dsat.launch.run_directory import _TRACKER_PLACES, RANK_VARIABLES, RunDirectory
+from optuna_dsat.launch.run_directory import _TRACKER_PLACES, RANK_VARIABLES, PreparedLaunch, RunDirectory
 from optuna_dsat.runtime.adapt.journal import note
 from optuna_dsat.runtime.agent.processes import MARK_ENV
 from optuna_dsat.runtime.agent.torchrun import LOOPBACK, LOOPBACK_ENVIRONMENT
@@ -55,8 +55,7 @@ def torchrun_command(
 ) -> tuple[str, ...]:
     """Return the launch's command as plain torchrun; with ``rendezvous``, the command of a node.
 
-    On a single machine a rendezvous on port 0 lets the operating system choose the port, so that concurrent launches do
-    not clash; the ranks' store shares this port.
+    Without it, the operating system chooses a port, so that launches do not clash; the ranks' store shares it.
     """
     return (
         request.command.interpreter,
@@ -161,8 +160,8 @@ def _network(rendezvous: Rendezvous | None) -> Mapping[str, str]:
 def allocator_settings(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of torch's CUDA allocator in an environment that sets none.
 
-    Segments that grow leave less memory unused between blocks, so that larger micro-batches fit. Old versions of torch
-    do not read this variable. GPUs without virtual memory management, such as some virtual GPUs, need it off.
+    Segments that grow leave less memory unused, so that larger micro-batches fit. GPUs without virtual memory
+    management, such as some virtual GPUs, need it off.
     """
     return {} if any(name in environ for name in ALLOCATOR) else {ALLOCATOR[0]: "expandable_segments:True"}
 
@@ -170,8 +169,7 @@ def allocator_settings(environ: Mapping[str, str]) -> dict[str, str]:
 def device_environment(base: Mapping[str, str], *, kind: str, python: str) -> dict[str, str]:
     """Return the environment in which an interpreter imports ``optuna_dsat`` and DeepSpeed uses a kind of device.
 
-    The interpreter's folder is appended to ``PATH``: DeepSpeed looks there for ninja when it compiles its operators,
-    and the virtual environment may not be activated.
+    ``PATH`` gets the interpreter's folder, where DeepSpeed finds ninja if no virtual environment is activated.
     """
     environ = {**base, "PYTHONPATH": with_package(base.get("PYTHONPATH"))}
     if kind == "cuda":
@@ -190,20 +188,6 @@ def device_environment(base: Mapping[str, str], *, kind: str, python: str) -> di
 def _tracker_settings(environ: Mapping[str, str], directory: RunDirectory) -> dict[str, str]:
     settings = {name: value for name, value in _QUIET_TRACKERS.items() if environ.get(name) != "disabled"}
     return settings | {name: place(directory.trackers_dir) for name, place in _TRACKER_PLACES.items()}
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreparedLaunch:
-    """Command and environment of a launch with an existing run directory."""
-
-    directory: RunDirectory
-    argv: list[str]
-    """Command to start."""
-    arguments: tuple[str, ...]
-    """torchrun's arguments, without ``python -m torch.distributed.run``."""
-    shown: tuple[str, ...]
-    """The command as plain torchrun, without secrets."""
-    environ: dict[str, str]
 
 
 def write_run_directory(
@@ -256,7 +240,11 @@ def prepare_launch(
     )
     directory.write_command(command, cwd=request.command.cwd, devices=lease.indices, environ=environ)
     return PreparedLaunch(
+        launch_id=request.launch_id,
+        mark=mark,
         directory=directory,
+        cwd=request.command.cwd,
+        python=request.command.interpreter,
         argv=agent_command(command, record=directory.agent_record, tuner_pid=os.getpid()),
         arguments=tuple(command[3:]),
         shown=without_secrets(command),
@@ -264,12 +252,12 @@ def prepare_launch(
     )
 
 
-def start_torchrun(request: LaunchRequest, prepared: PreparedLaunch) -> subprocess.Popen[bytes]:
+def start_torchrun(prepared: PreparedLaunch) -> subprocess.Popen[bytes]:
     """Start a launch without a fork."""
     with prepared.directory.agent_log.open("wb") as log:
         return subprocess.Popen(
             prepared.argv,
-            cwd=request.command.cwd,
+            cwd=prepared.cwd,
             env=prepared.environ,
             stdin=subprocess.DEVNULL,
             stdout=log,

@@ -109,12 +109,7 @@ class LaunchFiles:
                 yield rank, lines
 
     def log_texts(self, *, last: bool = False) -> Iterator[tuple[str, str]]:
-        """Yield (file name, text) for each log that grew since the last call.
-
-        The last call skips all text that does not fit.
-
-        Text in the middle of a log is skipped if it is written faster than forwarded.
-        """
+        """Yield (file name, text) for each log that grew since the last call; text written too fast is skipped."""
         for name, file in self._logs.items():
             behind = _MOST_AT_ONCE if last else _MOST_BEHIND
             skipped = file.skip_to(behind) if file.offset >= START_BYTES or last else 0
@@ -124,34 +119,30 @@ class LaunchFiles:
         self._limit.check(time.monotonic())
 
 
-class TrackerFiles:
-    """Forwards this node's tracker files to the head's tracker folder; files of node 1 are put in its ``node1``."""
+def hand_over_trackers(
+    folder: Path, target: Path, token: str, *, node: int, on_notice: Callable[[str], None]
+) -> Iterator[dict[str, Any]]:
+    """Move all tracker files to the head's folder if it is visible here (by ``token``), else yield them in pieces.
 
-    def __init__(self, folder: Path, *, node: int, on_notice: Callable[[str], None]) -> None:
-        self._folder = folder
-        self._below = PurePosixPath(f"node{node}" if node else ".")
-        self._notify = on_notice
-
-    def hand_over(self, target: Path, token: str) -> Iterator[dict[str, Any]]:
-        """Move all files to the head's folder if it is visible here (by ``token``), else yield them in pieces."""
-        files = [path for path in sorted(self._folder.rglob("*")) if path.is_file() and not path.is_symlink()]
-        if files and _content(target / TOKEN) == token:
-            for path in files:
-                place = target / self._below / path.relative_to(self._folder)
-                place.parent.mkdir(parents=True, exist_ok=True)
-                shutil.move(path, place)
-            return
-        left_bytes = _MOST_OF_TRACKERS
+    Files of node 1 are put in its ``node1``.
+    """
+    below = PurePosixPath(f"node{node}" if node else ".")
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink()]
+    if files and _content(target / TOKEN) == token:
         for path in files:
-            size_bytes = path.stat().st_size
-            name = path.relative_to(self._folder).as_posix()
-            if size_bytes > left_bytes:
-                self._notify(
-                    f"{name} ({size_bytes / 2**20:.0f} MiB) of the trackers is too large to be sent, and is lost."
-                )
-                continue
-            left_bytes -= size_bytes
-            yield from _pieces(path, str(self._below / name))
+            place = target / below / path.relative_to(folder)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.move(path, place)
+        return
+    left_bytes = _MOST_OF_TRACKERS
+    for path in files:
+        size_bytes = path.stat().st_size
+        name = path.relative_to(folder).as_posix()
+        if size_bytes > left_bytes:
+            on_notice(f"{name} ({size_bytes / 2**20:.0f} MiB) of the trackers is too large to be sent, and is lost.")
+            continue
+        left_bytes -= size_bytes
+        yield from _pieces(path, str(below / name))
 
 
 def _content(path: Path) -> str:

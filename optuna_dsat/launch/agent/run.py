@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from optuna_dsat.launch.agent.command import PreparedLaunch, prepare_launch, start_torchrun, write_run_directory
-from optuna_dsat.launch.agent.files import LaunchFiles, TrackerFiles
+from optuna_dsat.launch.agent.command import prepare_launch, start_torchrun, write_run_directory
+from optuna_dsat.launch.agent.files import LaunchFiles, hand_over_trackers
 from optuna_dsat.launch.machine.host import BesideWatch, ProcessUsage
 from optuna_dsat.launch.machine.journal import remove_noted
 from optuna_dsat.launch.machine.operators import remove_stale_locks
@@ -25,10 +25,9 @@ from optuna_dsat.launch.machine.shared_memory import free_shared_bytes
 from optuna_dsat.launch.machine.slots import SlotLease, SlotPool
 from optuna_dsat.launch.machine.tree import AgentHandle, ProcessTree, end_launch
 from optuna_dsat.launch.protocol import Conditions, EndFacts, LaunchRequest, Rendezvous
-from optuna_dsat.launch.run_directory import RunDirectory, readable_errors
+from optuna_dsat.launch.run_directory import PreparedLaunch, RunDirectory, readable_errors
 from optuna_dsat.launch.stacks import request_stacks
 from optuna_dsat.launch.warm.forking import Forking
-from optuna_dsat.launch.warm.server import WarmOrder
 from optuna_dsat.runtime.agent.preload import Preload
 from optuna_dsat.runtime.agent.processes import ProcessKey
 from optuna_dsat.runtime.events import Event, RankStarted, decode_event
@@ -115,32 +114,22 @@ class MachineLaunch:
         pool: SlotPool,
         base_env: Mapping[str, str],
         forking: Forking | None,
-        mark: str,
     ) -> MachineLaunch:
         """Start the processes of a launch: by ``forking`` if possible, else by plain torchrun."""
         remove_stale_locks(base_env)
         oom_kills = kernel_oom_kills()
-        order = WarmOrder(
-            launch_id=request.launch_id,
-            mark=mark,
-            arguments=prepared.arguments,
-            environ=prepared.environ,
-            cwd=request.command.cwd,
-            directory=prepared.directory,
-            python=request.command.interpreter,
-        )
-        agent = None if forking is None else forking.start(order)
+        agent = None if forking is None else forking.start(prepared)
         # A fork may have waited for the imports; the launch begins here.
         started, started_unix = time.monotonic(), time.time()
         begun = Started(
-            agent=start_torchrun(request, prepared) if agent is None else agent,
+            agent=start_torchrun(prepared) if agent is None else agent,
             preloaded=None if agent is None else agent.preload,
             command=prepared.shown,
             started=started,
             started_unix=started_unix,
             oom_kills_before=oom_kills,
         )
-        return cls(request, prepared.directory, lease=lease, pool=pool, mark=mark, started=begun)
+        return cls(request, prepared.directory, lease=lease, pool=pool, mark=prepared.mark, started=begun)
 
     @property
     def known(self) -> frozenset[ProcessKey]:
@@ -295,7 +284,6 @@ class NodeLaunch:
         self._news: list[dict[str, Any]] = []
         self._told: tuple[list[int], int | None] = ([], None)
         self._usage_at = time.monotonic()
-        self._mark = new_mark()
         self._lease: SlotLease = machine.pool.take(own)
         self._folder, self._leavings = machine.new_folder()
         try:
@@ -306,7 +294,7 @@ class NodeLaunch:
                 self._lease,
                 pool=machine.pool,
                 base_env=self._base_env,
-                mark=self._mark,
+                mark=new_mark(),
                 rendezvous=rendezvous,
             )
         except BaseException:
@@ -347,7 +335,6 @@ class NodeLaunch:
             pool=self._machine.pool,
             base_env=self._base_env,
             forking=self._machine.forking if self._warm else None,
-            mark=self._mark,
         )
         begun = self._processes.started
         shown, forked = list(begun.command), begun.preloaded is not None
@@ -398,11 +385,11 @@ class NodeLaunch:
 
     def _hand_over_trackers(self, folder: str, token: str) -> Iterator[dict[str, Any]]:
         """Yield what trackers wrote in pieces; begins once it is read, when all processes are gone."""
-        files = TrackerFiles(self._directory.trackers_dir, node=self._machine.node, on_notice=self._machine.on_notice)
+        own, machine = self._directory.trackers_dir, self._machine
         try:
-            yield from files.hand_over(Path(folder), token)
+            yield from hand_over_trackers(own, Path(folder), token, node=machine.node, on_notice=machine.on_notice)
         except OSError as error:
-            self._machine.on_notice(f"What trackers wrote in {self.name} could not be kept: {error}.")
+            machine.on_notice(f"What trackers wrote in {self.name} could not be kept: {error}.")
 
     def take_on(self, order: Mapping[str, Any]) -> None:
         """Have the ranks, which wait for it, measure another trial."""

@@ -179,16 +179,6 @@ contain the time of guests.
 
 
 @dataclass(frozen=True, kw_only=True)
-class GpuSight:
-    """State of a launch's GPUs at a point in time."""
-
-    processes: tuple[str, ...] = ()
-    """Descriptions of other processes that compute on them."""
-    throttle_reasons: tuple[str, ...] = ()
-    """Descriptions of the reasons for lower clocks."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Reading:
     time: float
     busy_s: float
@@ -205,7 +195,7 @@ class BesideWatch:
     """Returns the ranks."""
     find: Callable[[], Collection[ProcessKey]]
     """Returns all living processes of the launch."""
-    look: Callable[[Collection[int]], GpuSight] = lambda _: GpuSight()
+    look: Callable[[Collection[int]], Conditions] = lambda _: Conditions()
     """Observes the launch's GPUs, given the PIDs of its processes."""
     cores: Collection[int] = field(default_factory=lambda: os.sched_getaffinity(0))
     """Cores available to the launch, inherited from this process."""
@@ -243,7 +233,7 @@ class BesideWatch:
     def _search(self) -> None:
         self._found |= set(self.find())
         sight = self.look({key.pid for key in self._found})
-        self._gpu_processes |= dict.fromkeys(sight.processes)
+        self._gpu_processes |= dict.fromkeys(sight.gpu_processes)
         self._throttle_reasons |= dict.fromkeys(sight.throttle_reasons)
 
     def _read(self) -> _Reading | None:

@@ -71,7 +71,7 @@ class TunerNotes:
         return record
 
     def close(self) -> None:
-        """Remove the journal, with leftovers it still lists: those of launches that never started."""
+        """Remove the journal, with leftovers of launches that never started, which it still lists."""
         if self._own is not None and self._descriptor is not None:
             for record in self._own.glob("*.jsonl"):
                 remove_noted(record)
@@ -257,10 +257,7 @@ def remove_leftovers(environ: Mapping[str, str], *, notes: Path | None = None) -
 
 
 def remove_noted(record: Path, *, seen: Collection[Path] = ()) -> Counter[str]:
-    """Remove the leftovers in a launch's journal, the files in shared memory that were ``seen``, and the journal.
-
-    All processes with its mark must be gone.
-    """
+    """Remove the leftovers that a journal without processes lists, the ``seen`` shared memory, and the journal."""
     try:
         lines = record.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

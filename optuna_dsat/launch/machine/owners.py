@@ -13,9 +13,8 @@ from filelock import BaseFileLock, FileLock, Timeout
 
 from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.machine.devices import Device
-from optuna_dsat.launch.machine.host import GpuSight
 from optuna_dsat.launch.machine.nvml import GpuUse, Nvml, NvmlError
-from optuna_dsat.launch.protocol import Holder
+from optuna_dsat.launch.protocol import Conditions, Holder
 from optuna_dsat.runtime.agent.processes import ProcessKey
 from optuna_dsat.words import bytes_in_words
 
@@ -216,15 +215,11 @@ class GpuMonitor:
             return False
         return _unattributed_bytes(use, own) - baseline_bytes <= _TOLERANCE_BYTES
 
-    def sight(self, device: Device, own: Collection[int]) -> GpuSight:
-        """Return the activity of other processes on a GPU of a launch.
-
-        If NVML lists none of the launch's processes, as in a container with a separate PID namespace, others cannot be
-        identified.
-        """
+    def sight(self, device: Device, own: Collection[int]) -> Conditions:
+        """Return the activity of others on a launch's GPU; not their processes if NVML lists none of the launch."""
         use, gpu = self._use(device), label(device, kind="cuda")
         if use is None:
-            return GpuSight()
+            return Conditions()
         processes = use.processes or {}
         others = {pid: used for pid, used in processes.items() if pid not in own} if set(own) & set(processes) else {}
         holders = foreign_holders(device, GpuUse(used_bytes=None, processes=others), self._nvml)
@@ -232,8 +227,8 @@ class GpuMonitor:
             reasons = self._nvml.throttle_reasons(device.nvml_id)
         except NvmlError:
             reasons = ()
-        return GpuSight(
-            processes=tuple(f"{holder.who} on {gpu}" for holder in holders),
+        return Conditions(
+            gpu_processes=tuple(f"{holder.who} on {gpu}" for holder in holders),
             throttle_reasons=tuple(f"{reason} on {gpu}" for reason in reasons),
         )
 

@@ -36,10 +36,7 @@ def cpu_seconds(key: ProcessKey) -> float | None:
 
 
 def exit_code_of(key: ProcessKey) -> int | None:
-    """Return the exit code (negative: signal) of a zombie process.
-
-    None while it runs, and after its parent has waited for it.
-    """
+    """Return the exit code (negative: signal) of a zombie process; None while it runs, and once it was waited for."""
     fields = stat_fields(key.pid)
     if not fields or fields[0] != "Z" or int(fields[START_TIME_FIELD]) != key.start_ticks:
         return None
@@ -55,11 +52,7 @@ class LaunchProcess:
 
     @property
     def orphaned(self) -> bool:
-        """Whether the tuner that started the launch is gone; False if that cannot be determined from here.
-
-        PIDs are valid only within their namespace. Containers that use the host's PID namespace see each other's
-        processes, so processes of tuners in other namespaces are never judged.
-        """
+        """Whether the tuner that started the launch is gone; False if unknown, in another PID namespace."""
         _, _, tuner = self.mark.partition(":")
         pid, start, *place = tuner.split(":", 2) if tuner.count(":") > 1 else ("", "", "")
         if not (pid.isdigit() and start.isdigit()) or place != [process_space()]:
@@ -110,8 +103,7 @@ def find_leftovers() -> list[LaunchProcess]:
 def kernel_oom_kills() -> int | None:
     """Return how many processes the kernel's OOM killer has killed; None if unknown.
 
-    Counted for this process's control group if version 2 is in use (``memory.events``), else for the whole machine
-    (``/proc/vmstat``, Linux 4.13 or newer).
+    Counted for this control group (``memory.events`` of version 2), else for the machine (``/proc/vmstat``).
     """
     candidates: list[Path] = []
     with contextlib.suppress(OSError):

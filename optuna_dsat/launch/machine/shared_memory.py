@@ -9,7 +9,6 @@ maps them.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -17,7 +16,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from optuna_dsat.runtime.adapt.journal import SHARED_MEMORY
+from optuna_dsat.runtime.adapt.journal import SHARED_MEMORY, note
 
 _PAUSE_S, _LONGEST_PAUSE_S = 0.5, 5.0
 """Intervals between checks of the processes while files of unknown creators exist: first, doubled up to the last."""
@@ -111,12 +110,8 @@ class SharedMemoryWatch:
             path = SHARED_MEMORY / name
             if made and path not in self._found and _is_own(path):
                 self._found.add(path)
-                self._note(path, inode)
-
-    def _note(self, path: Path, inode: int) -> None:
-        if self._record is not None:
-            with contextlib.suppress(OSError), self._record.open("a", encoding="utf-8") as lines:
-                lines.write(json.dumps({"path": str(path), "inode": inode}) + "\n")
+                if self._record is not None:
+                    note(self._record, {"path": str(path), "inode": inode})
 
 
 def _shares_memory(pid: int) -> bool:

@@ -11,10 +11,10 @@ from filelock import BaseFileLock
 
 from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.machine.devices import Device, Devices
-from optuna_dsat.launch.machine.host import GpuSight, own_folder
+from optuna_dsat.launch.machine.host import own_folder
 from optuna_dsat.launch.machine.nvml import DeviceError, Nvml, NvmlError
 from optuna_dsat.launch.machine.owners import GpuMonitor, holders_in_words, label, lock, lock_owner, lock_path, unlock
-from optuna_dsat.launch.protocol import Holder, SlotsBusyError, SlotsTakenError
+from optuna_dsat.launch.protocol import Conditions, Holder, SlotsBusyError, SlotsTakenError
 from optuna_dsat.runtime.agent.processes import ProcessKey
 from optuna_dsat.words import things_in_words
 
@@ -118,11 +118,11 @@ class SlotPool:
             return []
         return self._gpus.holders(device, lock_owner(self._lock_path(device)))
 
-    def sight(self, lease: SlotLease, own: Collection[int]) -> GpuSight:
+    def sight(self, lease: SlotLease, own: Collection[int]) -> Conditions:
         """Return the activity of other processes on a launch's GPUs; nothing on the CPU."""
         seen = [] if self._gpus is None else [self._gpus.sight(device, own) for device in lease.devices]
-        return GpuSight(
-            processes=tuple(process for sight in seen for process in sight.processes),
+        return Conditions(
+            gpu_processes=tuple(process for sight in seen for process in sight.gpu_processes),
             throttle_reasons=tuple(reason for sight in seen for reason in sight.throttle_reasons),
         )
 
@@ -177,8 +177,8 @@ class SlotPool:
         """Return whether the devices of an ended launch are measured to be free again.
 
         A GPU is free if NVML lists none of our processes on it and the memory not attributed to living processes of
-        others is within 64 MiB of its value before the launch. Inside some containers NVML lists PIDs of the host; no
-        memory is attributed to these. CPU ranks are free once their processes are gone, which the caller ensures.
+        others is within 64 MiB of its value before the launch. NVML of some containers lists PIDs of the host, which
+        get none.
         """
         if self._gpus is None:
             return True

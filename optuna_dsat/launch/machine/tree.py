@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import signal
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from optuna_dsat.launch.machine.host import ProcessUsage, read_usage
 from optuna_dsat.launch.machine.processes import end_with_descendants, find_marked, has_mark, refuse_survivors
 from optuna_dsat.launch.machine.shared_memory import SharedMemoryWatch
+from optuna_dsat.runtime.adapt.journal import note
 from optuna_dsat.runtime.agent.processes import (
     Ending,
     ProcessKey,
@@ -48,7 +48,7 @@ def _load_failures(record: Path) -> list[Mapping[str, float]]:
     return [failure for failure in failures if {"rank", "pid", "exit_code", "time"} <= failure.keys()]
 
 
-def read_exit_codes(record: Path, *, without: Sequence[int] = ()) -> dict[int, int]:
+def read_exit_codes(record: Path, *, without: Collection[int] = ()) -> dict[int, int]:
     """Return rank -> exit code as recorded by the agent, except for the processes in ``without``."""
     return {
         int(failure["rank"]): int(failure["exit_code"])
@@ -101,8 +101,9 @@ class OrphanWatch:
             self._look_at = now + _PAUSE_S
             self._found |= new
             for key in new:
-                if not has_mark(key.pid, self._mark):
-                    self._note(key)
+                if self._record is not None and not has_mark(key.pid, self._mark):
+                    line = {"pid": key.pid, "start_ticks": key.start_ticks, "space": process_space()}
+                    note(self._record, line)
         return self._found
 
     def _descendants(self) -> set[ProcessKey]:
@@ -113,12 +114,6 @@ class OrphanWatch:
             ahead += keys - processes
             processes |= keys
         return processes
-
-    def _note(self, key: ProcessKey) -> None:
-        if self._record is not None:
-            line = {"pid": key.pid, "start_ticks": key.start_ticks, "space": process_space()}
-            with contextlib.suppress(OSError), self._record.open("a", encoding="utf-8") as lines:
-                lines.write(json.dumps(line) + "\n")
 
 
 def end_noted(values: Iterable[Any]) -> int:
@@ -175,11 +170,6 @@ class ProcessTree:
         return set(self._ranks.values())
 
     @property
-    def killed(self) -> tuple[int, ...]:
-        """PIDs of the processes killed here."""
-        return tuple(self._killed)
-
-    @property
     def shared_memory(self) -> frozenset[Path]:
         """Files in shared memory created by its processes, as far as observed."""
         return self._shared_memory.found
@@ -195,7 +185,7 @@ class ProcessTree:
 
     def exit_codes(self, record: Path) -> dict[int, int]:
         """Return rank -> exit code of ranks that failed according to torchrun, except for ranks killed here."""
-        return read_exit_codes(record, without=self.killed)
+        return read_exit_codes(record, without=self._killed)
 
     def has_killed(self, pid: int) -> bool:
         """Return whether a process was killed here."""

@@ -17,7 +17,7 @@ from optuna_dsat.launch.launch import Launch, WaitingLaunch
 from optuna_dsat.launch.machine.nvml import DeviceError
 from optuna_dsat.launch.places.engine import ClusterError, Engine, News, Place, PlaceState
 from optuna_dsat.launch.places.place import HeldPlace, Layout, RemoteLaunch, Stage
-from optuna_dsat.launch.protocol import Holder, LaunchRequest, SlotsBusyError, StopReason
+from optuna_dsat.launch.protocol import Holder, LaunchRequest, SlotsBusyError, Verdict
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.launch.warm.forking import Forking
 from optuna_dsat.outcome import Outcome
@@ -44,10 +44,7 @@ class Limits:
 
 
 class Cluster:
-    """The slots of nodes in a cluster (``Places`` of ``launch/launcher.py``).
-
-    Places are requested while launches wait, and given back when none did for a while.
-    """
+    """The slots of a cluster's nodes (``Places``): requested while launches wait, and given back when unused."""
 
     def __init__(
         self,
@@ -245,7 +242,7 @@ class Cluster:
             launch.directory.write_command(remote.command, cwd=cwd, devices=launch.devices, environ={})
         if kind == "failed":
             where = place.name_of(news.node)
-            launch.end(StopReason(outcome=Outcome.KILLED, message=f"{where} could not start it: {remote.failure}"))
+            launch.end(Verdict(outcome=Outcome.KILLED, message=f"{where} could not start it: {remote.failure}"))
 
     def _lose(self, place: HeldPlace) -> None:
         """Forget a place that is lost, and end what ran there."""
@@ -254,7 +251,7 @@ class Cluster:
         for launch, remote in self._launches.values():
             if remote.place is place:
                 remote.is_lost = True
-                launch.end(StopReason(outcome=Outcome.KILLED, message=why))
+                launch.end(Verdict(outcome=Outcome.KILLED, message=why))
         self._notify(f"{why[0].upper()}{why[1:]}.")
         self._losses += 1
         if self._losses >= _MOST_LOSSES:

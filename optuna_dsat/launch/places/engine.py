@@ -25,10 +25,9 @@ Order = Mapping[str, Any]
 
 
 def ping_order() -> Order:
-    """Return the ping command that an engine sends every ``PING_S``, even if ``news`` is not called.
+    """Return the ping that an engine sends every ``PING_S``, even if ``news`` is not called.
 
-    An agent replies with its own time. If a node is silent for ``LOST_S``, the engine marks the allocation as lost. The
-    head computes the node's clock offset from the replies.
+    From an agent's reply the head computes the clock offset; a node silent for ``LOST_S`` loses the allocation.
     """
     return {"do": "ping", "sent": time.time()}
 
@@ -82,9 +81,8 @@ class News:
 class Engine(Protocol):
     """Holds allocations. All methods are called from a single thread; an engine may run further threads internally.
 
-    An engine keeps its allocations alive: it pings the agents of ready allocations (see ``ping_order``), reads their
-    messages, and marks an allocation as lost if a node is silent for ``LOST_S``. Lost or released allocations leave no
-    processes behind: without pings, the agents end their launches.
+    An engine pings the agents of ready allocations (see ``ping_order``) and reads their messages. Lost or released
+    allocations leave no processes behind: without pings, the agents end their launches.
     """
 
     def check(self, *, nodes: int, slots: int) -> None:
@@ -103,10 +101,7 @@ class Engine(Protocol):
         """Send a command to a node, or to all nodes for None. Never waits; lost allocations ignore it."""
 
     def news(self, timeout_s: float) -> Sequence[News]:
-        """Return messages of agents since the last call, in order per node; wait up to ``timeout_s`` for some.
-
-        Returns early if an allocation changes its state.
-        """
+        """Return messages of agents, in order per node; wait up to ``timeout_s`` for some, or for a change of state."""
 
     def release(self, place: Place) -> None:
         """Release an allocation, including a queued request, without waiting."""

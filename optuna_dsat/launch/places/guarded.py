@@ -29,8 +29,7 @@ _GRACE_S = 3.0
 def main(words: Sequence[str]) -> int:
     """Run the command and return its exit code in the shell's convention.
 
-    Uses two processes: Ray kills the children of a worker that ends, which would include the process that cleans up.
-    The parent therefore only waits for its child.
+    The parent only waits for its child: Ray kills the children of a worker that ends, but not theirs, which clean up.
     """
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # end of input follows

@@ -122,7 +122,6 @@ class Here:
             pool=self._pool,
             base_env=self._base_env,
             forking=self._forking if waiting.repeats is None else None,
-            mark=mark,
         )
         begun = processes.started
         self._launches[request.launch_id] = processes

@@ -68,8 +68,7 @@ def _written(descriptor: int, data: bytes) -> bytes:
 def _told_to_end() -> Mapping[int, object]:
     """Install handlers for the signals that end this process; return a mapping filled with the first of each.
 
-    The handler is implemented in C. A Python function could be interrupted by the next signal before its first
-    instruction: a burst of signals would exceed the recursion limit.
+    The handler is in C: a burst of signals would interrupt a Python function until the recursion limit.
     """
     parts: dict[int, object] = {}
     for number in ENDING:

@@ -348,8 +348,7 @@ def leave_cluster() -> None:
 def _silence_ray() -> None:
     """Keep Ray from writing to this process's streams.
 
-    Ray warns that it does not replace a handler, and reports failures of any node on standard output despite
-    ``log_to_driver``. Standard output is for results, and lost allocations report their reason themselves.
+    It reports failures of any node on standard output, which is for results, despite ``log_to_driver``.
     """
     logging.getLogger("ray").setLevel(logging.ERROR)
     worker: Any = importlib.import_module("ray._private.worker")

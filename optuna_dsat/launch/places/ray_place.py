@@ -56,8 +56,8 @@ def node_environment(of_head: Mapping[str, str], of_worker: Mapping[str, str]) -
 class NodeRelay:
     """Runs a process on a node. Ray calls its methods sequentially on a single thread.
 
-    The process is ended by closing its input and by SIGTERM. This also happens if the node's raylet, the parent of this
-    worker, is gone or stopped.
+    The process is ended, by closing its input and SIGTERM, also if the node's raylet, its grandparent, is gone or
+    stopped.
     """
 
     def __init__(self) -> None:
@@ -75,10 +75,9 @@ class NodeRelay:
         errors: bool = False,
         python: str | None = None,
     ) -> None:
-        """Start a Python process, by default with the interpreter of Ray's worker.
+        """Start a Python process with the head's environment and, if that exists here, its working directory.
 
-        It has the head's environment and, if that exists here, its working directory. With ``errors``, standard error
-        is forwarded together with standard output.
+        With ``errors``, standard error is forwarded together with standard output.
         """
         self._process = subprocess.Popen(
             [python or sys.executable, *words],

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from optuna_dsat.launch.classify import Verdict
 from optuna_dsat.launch.launch import FailedFork, Launch
 from optuna_dsat.launch.machine.processes import new_mark
-from optuna_dsat.launch.run_directory import RANK_VARIABLES, TRACKER_FOLDERS
-from optuna_dsat.launch.warm.server import ForkServer, WarmAgent, WarmOrder, WarmUnavailableError, can_fork
+from optuna_dsat.launch.protocol import Verdict
+from optuna_dsat.launch.run_directory import RANK_VARIABLES, TRACKER_FOLDERS, PreparedLaunch
+from optuna_dsat.launch.warm.server import ForkServer, WarmAgent, WarmUnavailableError, can_fork
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.agent.preload import Preload
 from optuna_dsat.runtime.agent.processes import MARK_ENV
@@ -118,7 +118,7 @@ class Forking:
             return True
         return self._server.finished_preloads >= self._preloads_pending
 
-    def start(self, order: WarmOrder) -> WarmAgent | None:
+    def start(self, order: PreparedLaunch) -> WarmAgent | None:
         """Fork a launch; return its agent, or None if it must be started by plain torchrun."""
         if self._enabled:
             with self._plain_if_unavailable(), self._while_importing():
@@ -255,7 +255,7 @@ class Forking:
         server.order(do="preload", preload=self._preload.to_json(), watched=sorted(_WATCHED))
         self._preloads_pending += 1
 
-    def fork(self, order: WarmOrder) -> WarmAgent:
+    def fork(self, order: PreparedLaunch) -> WarmAgent:
         """Fork a launch; waits for the imports if they are not finished.
 
         Raises:

@@ -15,13 +15,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from optuna_dsat.launch.machine.processes import end_with_descendants, exit_code_of, kill_leftovers
-from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.runtime.agent.preload import Preload
 from optuna_dsat.runtime.agent.processes import MARK_ENV, ProcessKey, children_of
 from optuna_dsat.script.interpreter import module_command
@@ -38,21 +36,6 @@ _REPORT_LIMIT_S = 10.0
 
 class WarmUnavailableError(RuntimeError):
     """Launches cannot be forked, for the reason in the message; plain torchrun is used instead."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WarmOrder:
-    """A launch to fork."""
-
-    launch_id: str
-    mark: str
-    arguments: Sequence[str]
-    """torchrun's arguments, without ``python -m torch.distributed.run``."""
-    environ: Mapping[str, str]
-    cwd: str
-    directory: RunDirectory
-    python: str
-    """Interpreter of the ranks."""
 
 
 def can_fork() -> bool:

@@ -76,11 +76,7 @@ class AccelerateConfig:
                     config.note_own(key, values[key])
 
     def provide_for(self, arguments: Any) -> None:
-        """Provide the config to ``TrainingArguments`` without a config.
-
-        Scripts may rebuild the arguments from the first instance and the command line (``dataclasses.replace``, a
-        parser for files and options). If the rebuilt arguments contain a config, the provided config is withdrawn.
-        """
+        """Provide the config to ``TrainingArguments`` without a config; withdraw it if they are rebuilt with one."""
         if not getattr(arguments, "deepspeed", None) and not getattr(arguments, "fsdp", None):
             self.provide()
         elif self._provided:

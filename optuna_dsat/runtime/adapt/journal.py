@@ -25,7 +25,7 @@ from optuna_dsat.runtime.process_identity import process_space, start_ticks
 SHARED_MEMORY = Path("/dev/shm")
 
 
-def note(record: Path, what: str | Mapping[str, str]) -> None:
+def note(record: Path, what: str | Mapping[str, object]) -> None:
     """Append a path, or a JSON object, to the journal as one line."""
     with contextlib.suppress(OSError), record.open("a", encoding="utf-8") as lines:
         lines.write(json.dumps(what) + "\n")
@@ -41,12 +41,11 @@ def note_shared_buffer(record: Path, environ: Mapping[str, str], *, rank: int) -
 
 
 def note_created_files(record: Path) -> None:
-    """Record what this process and its forks create in the temporary folder and in shared memory, before its creation.
+    """Record files in the temporary folder and in shared memory before this process and its forks create them.
 
-    Experiment trackers leave temporary folders behind, and a rank that is killed, or exits early after its last step,
-    does not remove its open temporary files. Files may exist only briefly, so they cannot be found by looking. Covers
-    ``tempfile``, and in shared memory files that Python opens and ``multiprocessing.shared_memory``. Files of C
-    libraries and other programs are detected while a process uses them (``launch/machine/shared_memory.py``).
+    A rank that is killed, or exits early after its last step, does not remove its temporary files. They may exist only
+    briefly, so they cannot be found by looking. Covers ``tempfile``, and files that Python creates in shared memory;
+    files of C libraries are detected while a process uses them (``launch/machine/shared_memory.py``).
     """
 
     def look(event: str, args: tuple[Any, ...]) -> None:
@@ -148,10 +147,7 @@ def is_held(lock: Path) -> bool:
 
 
 def guard_builds(file_baton: Any) -> None:
-    """Write the owner into torch's build locks, and take over stale locks instead of waiting for them.
-
-    A process that waits for a killed build continues that build.
-    """
+    """Write the owner into torch's build locks; take over stale locks, and their builds, instead of waiting."""
     baton_class = file_baton.FileBaton
     if hasattr(baton_class.try_acquire, "__wrapped__"):
         return

@@ -95,10 +95,7 @@ def _reads_by_hand(script: Path) -> bool:
 
 
 def join_group(rank: Rank) -> Callable[[Any], None]:
-    """Return a function that makes ``torch.distributed`` use torchrun's rendezvous, and checks the world size.
-
-    Call this before the script runs.
-    """
+    """Return a function that makes ``torch.distributed`` use torchrun's rendezvous; call this before the script."""
     place = {name: os.environ[name] for name in _PLACE if name in os.environ}
 
     def distributed_imported(distributed: Any) -> None:

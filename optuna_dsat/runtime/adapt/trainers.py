@@ -222,8 +222,7 @@ class HuggingFaceHook(TrainerHook):
     def _script_values(self, arguments: Any) -> tuple[int, int, bool]:
         """Return the script's micro-batch and accumulation steps, and whether they come from its command line.
 
-        ``TrainingArguments`` built from others (trl's trainers copy them, parsers merge a file with options) already
-        contain the launch's batch sizes; only the first instance has the script's.
+        Only the first ``TrainingArguments`` have them; copies by trl's trainers or parsers have the launch's.
         """
         result = self._given_values(arguments)
         if self._own is not None:

@@ -30,8 +30,8 @@ _originals: dict[str, Any] = {}
 def driver_is_initialised() -> bool:
     """Return whether this process has initialised the CUDA driver, so that no child forked from it can use CUDA.
 
-    Queries the driver's library if it is loaded, but never loads it. If the library cannot be queried, an open
-    ``/dev/nvidia-uvm`` decides, which ``cuInit`` opens (not under WSL, nor on Jetson).
+    Queries the driver's library if it is loaded. If that is not possible, an open ``/dev/nvidia-uvm`` decides, which
+    ``cuInit`` opens (not under WSL, nor on Jetson).
     """
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
@@ -70,11 +70,7 @@ def cuda_hidden() -> Iterator[None]:
 
 
 def use_named_gpu_count(torch: Any) -> None:
-    """Make torch count the GPUs listed in ``CUDA_VISIBLE_DEVICES``, without CUDA calls, until ``restore_cuda``.
-
-    For imports before a fork: the count is valid for the ranks and needs no ``cuInit``. Does nothing if the variable is
-    not set.
-    """
+    """Make torch count the GPUs in ``CUDA_VISIBLE_DEVICES``, if set, without ``cuInit``, until ``restore_cuda``."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         _replace_queries(torch, len(list(filter(None, named.split(",")))) if torch.backends.cuda.is_built() else 0)

@@ -49,12 +49,7 @@ class ParentState:
 
     @classmethod
     def capture(cls, *, without: Sequence[int], started_with: Mapping[str, str]) -> ParentState:
-        """Capture the state of this process.
-
-        Args:
-            without: Descriptors of this process that children do not keep.
-            started_with: Its environment before the imports.
-        """
+        """Capture the state of this process, without some descriptors, and its changes since it was started."""
         names = {n for n in os.environ.keys() | started_with.keys() if os.environ.get(n) != started_with.get(n)}
         return cls(
             descriptors=frozenset(_open_descriptors().keys() - set(without)),
@@ -97,9 +92,8 @@ def _open_descriptors() -> dict[int, tuple[int, int]]:
 def fork_child(run: Callable[[frozenset[int]], object]) -> int:
     """Fork a child that calls ``run``, which must not return; return its PID.
 
-    ``run`` gets the descriptors that the fork itself has reopened. libuv, on which torchrun's store runs, does this
-    with a pipe. A library that reopens descriptors after a fork closes these numbers at the next fork, even if reused
-    since.
+    ``run`` gets the descriptors that the fork itself has reopened, as libuv under torchrun's store does with a pipe.
+    Such a library closes these numbers at the next fork, even if reused since.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -257,10 +251,7 @@ def _disown_temporary_folders() -> None:
 
 
 def _reseed() -> None:
-    """Reseed NumPy and torch as their imports would; ``random`` reseeds itself after a fork.
-
-    torch draws its seed on the CPU only; on a GPU it is constant.
-    """
+    """Reseed NumPy and torch (on the CPU) as their imports would; ``random`` reseeds itself after a fork."""
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if numpy is not None:
         numpy.random.seed(None)

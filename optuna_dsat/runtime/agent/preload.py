@@ -254,10 +254,7 @@ def _openblas_copies() -> int:
 
 
 def _load_operators(names: Sequence[str]) -> None:
-    """Load operators as DeepSpeed does, compiling if necessary; does nothing on a GPU.
-
-    On a GPU, loading an operator may query CUDA for the device's capability.
-    """
+    """Load operators as DeepSpeed does, compiling if necessary; not on a GPU, where that may query CUDA."""
     if not names or "deepspeed" not in sys.modules:
         return
     from deepspeed.accelerator import get_accelerator

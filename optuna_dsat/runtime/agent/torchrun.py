@@ -44,10 +44,9 @@ LOOPBACK_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 @contextlib.contextmanager
 def store_on_loopback() -> Iterator[None]:
-    """Within this context, torchrun binds its stores to the requested address only.
+    """Within this context, torchrun binds its stores, for the rendezvous and the ranks, to the requested address only.
 
-    Applies to the rendezvous' store and to the store for the ranks. The address is the loopback address for a launch on
-    a single machine, else the address of node 0. A version of torch that creates stores elsewhere is not changed.
+    It is the loopback address, or of node 0. A version of torch that creates stores elsewhere is not changed.
     """
     from torch.distributed.elastic.rendezvous import (
         c10d_rendezvous_backend,
@@ -101,8 +100,7 @@ def _write_record(path: Path, failures: Mapping[int, Any]) -> None:
 def _hasten_rendezvous() -> None:
     """Skip work in the rendezvous that a single machine does not need, which saves about 0.3 s per launch.
 
-    This is a random delay, which spreads nodes in time, and the search through all modules for the name of the calling
-    function, recorded for unused events. Other versions of torch may have neither.
+    A random delay spreads nodes in time; unused events search all modules for the calling function's name.
     """
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 

@@ -92,8 +92,7 @@ initial scale that DeepSpeed's defaults have had, down to 1."""
 class SkipDetector:
     """Detector of skipped updates.
 
-    DeepSpeed counts the steps that its own scaler skipped (fp16, and non-finite gradients with bf16); at ZeRO 0 with
-    ``torch_autocast`` the scaler is torch's, which lowers its scale at each skipped step.
+    DeepSpeed counts steps that its own scaler skipped; torch's, at ZeRO 0 with ``torch_autocast``, lowers its scale.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -104,8 +103,7 @@ class SkipDetector:
     def skipped(self, *, by_script: bool) -> bool:
         """Return whether the latest update was skipped; call once per update.
 
-        Args:
-            by_script: Whether the script called ``optimizer.step()`` directly; the engine does not count such steps.
+        The engine does not count updates ``by_script``, which calls ``optimizer.step()`` directly.
         """
         counted, self._counted = self._counted, self._count()
         scale, self._scale = self._scale, self._torch_scale()
@@ -177,8 +175,8 @@ class Clock:
 class DeviceClock(Clock):
     """Clock of devices that execute asynchronously: phases are timed by events on the device's current stream.
 
-    Synchronizing after every phase would keep the host from running ahead and so change the measurement;
-    events do not. The device is synchronized once per step, at the step boundary.
+    Synchronizing after every phase would change the measurement: the host could not run ahead. It is done once per
+    step.
     """
 
     def __init__(self, accelerator: Any) -> None:

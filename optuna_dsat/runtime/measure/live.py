@@ -184,7 +184,7 @@ def _set_persistence(optimizer: Any, value: int) -> None:
 
 
 def _forget_released_parameters(optimizer: Any) -> None:
-    """Empty the cache of ``__params_to_release``, which otherwise keeps what an earlier setting released."""
+    """Empty the cache of ``__params_to_release``, which otherwise keeps parameters that an earlier setting released."""
     function: Any = getattr(type(_coordinator(optimizer)), f"{_COORDINATOR}params_to_release", None)
     contents = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     caches = [each for each in (function, *contents) if hasattr(each, "cache_clear")]
@@ -236,12 +236,10 @@ class Transition:
         """Steps that may still come with the earlier batch size."""
 
     def begin(self, *, micro_batch: int | None, accumulated: Fraction, rescale: Callable[[Fraction], int]) -> None:
-        """Begin another trial.
+        """Begin another trial with another ``micro_batch`` (None for the same), if its inputs are observed.
 
-        Args:
-            micro_batch: Samples per rank and forward pass; None if they stay as they are.
-            accumulated: Ratio of its gradient accumulation steps to those of the trial before.
-            rescale: Multiplies the batch size of the script's data; returns the number of batches still in flight.
+        ``accumulated`` is the ratio of its accumulation steps to the previous trial's. ``rescale`` multiplies the batch
+        size of the script's data and returns the number of batches still in flight.
 
         Raises:
             NotLiveError: If the batch size is to change and was not observed.
@@ -254,11 +252,7 @@ class Transition:
             self._most_in_flight = max(1, rescale(Fraction(micro_batch, self._observed)))
 
     def includes(self, micro_batch: int | None, passes: int) -> bool:
-        """Return whether a step still has the batch size of the trial before.
-
-        Args:
-            micro_batch: Largest leading dimension of its inputs; None if not observed.
-            passes: Its forward passes.
+        """Return whether a step, by its micro-batch (if observed) and passes, still belongs to the trial before.
 
         Raises:
             NotLiveError: If the script does not follow the trial's batch size or accumulation.

@@ -133,9 +133,8 @@ class CudaMemory:
 def limit_process_memory(budget_bytes: int, baseline: ProcessMemory) -> None:
     """Limit this process to ``budget_bytes`` beyond the baseline; torch raises its allocation error above it.
 
-    Called after torch and DeepSpeed are imported, so that the imports do not count. All later allocations of the
-    script count, including its model and data in memory. Gloo's threads and DeepSpeed's late imports use about 60 MiB
-    of the budget (measured with DeepSpeed 0.19.8).
+    Called after torch and DeepSpeed are imported. All later allocations count; Gloo's threads and DeepSpeed's late
+    imports use about 60 MiB (DeepSpeed 0.19.8).
     """
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     soft = baseline.data + budget_bytes

@@ -88,22 +88,12 @@ class Meter:
     """Wraps ``forward``, ``backward`` and ``step`` of an engine, or ``train_batch`` of a pipeline engine.
 
     Overhead per step: two marks per phase, one device synchronization and one line in the event file. A pipeline
-    engine's schedule interleaves its phases; they are reported as 0.
+    engine's schedule interleaves its phases; they are reported as 0. Scripts that drive the engine in another way mark
+    their micro-batches with ``micro_batch``.
 
-    Scripts that drive the engine in another way mark their micro-batches with ``micro_batch``.
-
-    Args:
-        engine: The engine that ``deepspeed.initialize`` returned.
-        rank: Global rank, for the events.
-        write: Records an event.
-        clock: Times the phases.
-        memory: Tracks memory.
-        state: Updated with phase and steps.
-        last_step: The step after which ``exit_process`` is called, not counting skipped steps.
-        exit_process: Ends the script with an exception; called again if the script catches it and continues training.
-        profiler: Observes the phases, if given.
-        size_of: Returns the size of a forward pass's inputs.
-        sized: Returns the arguments of a forward pass of the engine in the trial's batch size.
+    After ``last_step``, not counting skipped steps, ``exit_process`` ends the script with an exception; again if the
+    script catches it and continues training. ``size_of`` returns the size of a forward pass's inputs, ``sized`` its
+    arguments in the trial's batch size.
     """
 
     def __init__(

@@ -29,10 +29,7 @@ _BLOCK_BYTES = 512
 
 
 def count_parameters(module: Any) -> tuple[int, int]:
-    """Return the unpartitioned counts of (all, trainable) parameters of a module.
-
-    With a pipeline engine, only the parameters of the rank's stage count.
-    """
+    """Return the unpartitioned counts of (all, trainable) parameters of a module; of a pipeline, the rank's stage."""
     sizes = [(_numel(parameter), parameter.requires_grad) for parameter in module.parameters()]
     return sum(size for size, _ in sizes), sum(size for size, trainable in sizes if trainable)
 
@@ -216,10 +213,7 @@ def _flop_counter() -> Any:
 
 
 def _saved_tensors(module: Any, saved: dict[int, int]) -> Any:
-    """Return a context that fills ``saved`` with storage address -> bytes of tensors that autograd saves for backward.
-
-    Parameters of the module are left out.
-    """
+    """Fill ``saved``, within a context, with storage address -> bytes of what autograd saves, without parameters."""
     import torch
 
     parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}

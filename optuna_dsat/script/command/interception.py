@@ -228,7 +228,7 @@ def intercept(
 def _of_plugin(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of accelerate if they are for its DeepSpeed plugin; else each launch sets the plugin up.
 
-    With a list of the fields of its YAML, the plugin would reject those that a config file replaces.
+    With a list of the fields of its YAML, the plugin would reject the fields that a config file replaces.
     """
     if "ACCELERATE_USE_DEEPSPEED" not in environment:
         return {}

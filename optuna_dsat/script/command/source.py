@@ -35,9 +35,8 @@ def python_tree(file: Path, what: str) -> ast.Module:
 def module_file(name: str, cwd: Path, *, of_package: str = "__main__.py", python: str | None = None) -> Path | None:
     """Return the file that ``python -m name`` runs in ``cwd``; None if there is none.
 
-    The file is ``package/module.py``, or ``package/module/__main__.py`` for a package. As in Python, the working
-    directory precedes installed packages. Nothing is imported, so submodules of a package that extends its ``__path__``
-    on import are not found. With ``__init__.py`` as file of a package, it is the file that ``import name`` runs.
+    The working directory precedes installed packages. Nothing is imported, so submodules of a package that extends its
+    ``__path__`` on import are not found. With ``__init__.py`` of a package, it is the file that ``import name`` runs.
     """
     top, *rest = name.split(".")
     for folder in (cwd, *package_folders(top, python)):
@@ -49,10 +48,7 @@ def module_file(name: str, cwd: Path, *, of_package: str = "__main__.py", python
 
 
 def is_importable(name: str, folders: Iterable[Path], *, python: str | None) -> bool:
-    """Return whether the top-level package of a module is installed, built in or in one of the folders.
-
-    Nothing is imported.
-    """
+    """Return whether the top-level package of a module is installed, built in or in a folder; imports nothing."""
     top = name.partition(".")[0]
     if top in sys.builtin_module_names or PathFinder.find_spec(top, [str(folder) for folder in folders]) is not None:
         return True
