@@ -326,3 +326,11 @@ def test_a_sampler_shows_whether_each_rank_loads_all_samples(sampler: str | None
     next(iter(DataLoader(data, batch_size=4, sampler=part)))
     (described,) = made.event(rank=0).loaders
     assert (described["samples"], described["loads_all"]) == ((12, True) if sampler is None else (6, False))
+
+
+def test_batches_of_a_sampler_without_sizes_are_of_the_whole_dataset() -> None:
+    """Trainers with samplers of their own, such as buckets of equal length: twice the samples were counted."""
+    made = sources()
+    next(iter(DataLoader(torch.arange(12), batch_sampler=[[0, 1], [2, 3]])))  # type: ignore[arg-type]
+    (described,) = made.event(rank=0).loaders
+    assert (described["samples"], described["loads_all"]) == (12, True)

@@ -265,9 +265,10 @@ class _Loader:
             self.samples = batches.samples_per_rank
         elif batches is not None:
             self.samples = _sampled(batches)
-            if self.samples is None:
-                self.samples = _length(getattr(loader, "sampler", None))
             sampler = getattr(batches, "sampler", None)
+            if self.samples is None:  # the sampler that the loader makes and does not use: over the whole dataset
+                sampler = getattr(loader, "sampler", None)
+                self.samples = _length(sampler)
             in_data = _length(getattr(loader, "dataset", None))
             self.loads_all = sampler is not None and not hasattr(sampler, "num_replicas") and self.samples == in_data
 
