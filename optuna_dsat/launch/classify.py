@@ -301,14 +301,8 @@ def _left_early(facts: LaunchFacts) -> Verdict | None:
         if not facts.of(EngineReady):
             text = f"rank {rank}: the script never called deepspeed.initialize"
             return Verdict(outcome=Outcome.SCRIPT_ERROR, message=text, rank=rank)
-        if counts := _allocation_failures(facts):
-            rank, failures = max(counts.items(), key=lambda item: item[1])
-            return Verdict(
-                outcome=Outcome.OUT_OF_MEMORY,
-                message=f"rank {rank}: out of memory {things_in_words(failures, 'time')}: "
-                f"the script caught the error, and ended after {things_in_words(finished.steps, 'global step')}",
-                rank=rank,
-            )
+        if caught := _caught_out_of_memory(facts, f"ended after {things_in_words(finished.steps, 'global step')}"):
+            return caught
         skipped = f" (and {finished.skipped} that the loss scaler skipped)" if finished.skipped else ""
         return Verdict(
             outcome=Outcome.OUT_OF_DATA,
@@ -321,9 +315,14 @@ def _left_early(facts: LaunchFacts) -> Verdict | None:
     return None
 
 
-def _allocation_failures(facts: LaunchFacts) -> dict[int, int]:
-    """Return rank -> out-of-memory failures of its allocator, for ranks with a record of their end."""
-    return {end.rank: end.allocation_failures for end in facts.of(RankFinished) if end.allocation_failures}
+def _caught_out_of_memory(facts: LaunchFacts, then: str) -> Verdict | None:
+    """Return out of memory if the script caught such an error in a rank with a record of its end, and did ``then``."""
+    worst = max(facts.of(RankFinished), key=lambda end: end.allocation_failures, default=None)
+    if worst is None or not worst.allocation_failures:
+        return None
+    times = things_in_words(worst.allocation_failures, "time")
+    message = f"rank {worst.rank}: out of memory {times}: the script caught the error, and {then}"
+    return Verdict(outcome=Outcome.OUT_OF_MEMORY, message=message, rank=worst.rank)
 
 
 def _batch_differs(facts: LaunchFacts) -> Verdict | None:
@@ -332,6 +331,8 @@ def _batch_differs(facts: LaunchFacts) -> Verdict | None:
         return None
     config = facts.config_path or "the config that it passes to deepspeed.initialize"
     if observed < facts.micro_batch:
+        if caught := _caught_out_of_memory(facts, f"fed batches of {observed} instead of {facts.micro_batch}"):
+            return caught
         samples = _training_samples(facts)
         if samples is not None and samples < facts.micro_batch:
             return Verdict(
@@ -348,14 +349,12 @@ def _batch_differs(facts: LaunchFacts) -> Verdict | None:
                 "name its option: --arg-mapping train_micro_batch_size_per_gpu=--OPTION"
             ),
         )
-    return Verdict(
-        outcome=Outcome.INVALID_CONFIG,
-        message=(
-            f"the config says train_micro_batch_size_per_gpu {facts.micro_batch}, but the script fed batches of "
-            f"{observed}: it takes its batch size from somewhere else than {config}. Make it read the "
-            "config, or name its own option: --arg-mapping train_micro_batch_size_per_gpu=--OPTION"
-        ),
+    message = (
+        f"the config says train_micro_batch_size_per_gpu {facts.micro_batch}, but the script fed batches of {observed}"
+        f": it takes its batch size from somewhere else than {config}. Make it read the config, or name its own "
+        "option: --arg-mapping train_micro_batch_size_per_gpu=--OPTION"
     )
+    return Verdict(outcome=Outcome.INVALID_CONFIG, message=message)
 
 
 def _training_samples(facts: LaunchFacts) -> int | None:

@@ -446,13 +446,14 @@ optimizers (``lr_schedules``, ``data_pipeline``, ``compression`` and ``fp16.oneb
 
 
 def _scaled_steps(config: Mapping[str, Any], ratio: float) -> str:
-    """Return the numbers of steps in a config that cover the same samples at a batch ``ratio`` times as large."""
+    """Return the numbers of steps that cover as many samples at a batch ``ratio`` times as large as in a config."""
     changed = [
         f"{key} from {value:,} to {max(1, round(value / ratio)):,}"
         for key, value in ds_config.flatten(config).items()
         if key.rpartition(".")[2] in _COUNTED_IN_STEPS and type(value) is int and value > 0
     ]
-    return f" The config counts these in steps; for as many samples change {', '.join(changed)}." if changed else ""
+    own = f" A learning-rate schedule that the script counts in steps covers {ratio:.3g} times as many samples."
+    return f" The config counts these in steps; for as many samples change {', '.join(changed)}." if changed else own
 
 
 def learning_rate_advice(

@@ -292,6 +292,19 @@ def test_caught_errors_of_the_allocator_are_out_of_memory() -> None:
     assert "out of memory 40 times: the script caught the error" in verdict.message
 
 
+def test_a_script_that_reduces_its_batch_when_memory_runs_out_is_out_of_memory() -> None:
+    """accelerate's ``find_executable_batch_size`` does; it was said to lack data, or an option."""
+    smaller = with_batches(2, 2, 2, 2, 2)
+    ends = {rank: (replace(finished(rank), allocation_failures=1),) for rank in smaller.events}
+    events = {
+        rank: (*(e for e in events if not isinstance(e, RankFinished)), *ends[rank])
+        for rank, events in smaller.events.items()
+    }
+    verdict = classify(replace(smaller, events=events))
+    assert verdict.outcome is Outcome.OUT_OF_MEMORY
+    assert "the script caught the error, and fed batches of 2 instead of 4" in verdict.message
+
+
 def test_caught_errors_of_a_launch_that_was_measured_are_no_verdict() -> None:
     caught = replace(finished(1), allocation_failures=1)
     assert classify(facts(finished(0), caught)).outcome is Outcome.MEASURED
