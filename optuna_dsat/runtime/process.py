@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import ctypes
 import functools
+import io
 import os
 import signal
 import sys
@@ -297,10 +298,7 @@ def _show(error: BaseException) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, or now if it has ended. Does nothing outside Linux.
-
-    ``parent`` is as recorded by the parent: if that has already ended, ``getppid`` here returns another process.
-    """
+    """Have the kernel kill this process when its parent, as recorded by the parent, ends or has ended; on Linux."""
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -308,17 +306,22 @@ def die_with_parent(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def redirect_output(log_dir: Path, rank: int) -> None:
-    """Send this process's output to ``rank{R}.stdout.log`` and ``rank{R}.stderr.log``; make its input empty.
+class _SilentInput(io.TextIOWrapper):
+    """A terminal at which nobody types; at its end for the main thread, which would otherwise wait for ever."""
 
-    The input is a pipe at its end, since scripts may poll it and the kernel cannot poll the null device.
-    """
-    reader, writer = os.pipe()
-    os.close(writer)
+    def read(self, size: int | None = -1, /) -> str:
+        return "" if threading.current_thread() is threading.main_thread() else super().read(size)
+
+    def readline(self, size: int = -1, /) -> str:  # type: ignore[override]
+        return "" if threading.current_thread() is threading.main_thread() else super().readline(size)
+
+
+def redirect_output(log_dir: Path, rank: int) -> None:
+    """Send this process's output to files; make its input a silent pipe, as scripts may poll it, or stop at its end."""
+    reader, _ = os.pipe()
     os.dup2(reader, 0)
     os.close(reader)
-    if sys.stdin is None or sys.stdin.closed:
-        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - of the whole process
+    sys.stdin = _SilentInput(open(0, "rb", closefd=False), encoding="utf-8")  # noqa: SIM115 - of the whole process
     for stream, name in ((sys.stdout, "stdout"), (sys.stderr, "stderr")):
         stream.flush()
         target = os.open(log_dir / f"rank{rank}.{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

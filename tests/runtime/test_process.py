@@ -63,23 +63,29 @@ def test_changes_in_bytes_are_changes() -> None:
 
 
 SCRIPT = """
-import asyncio, selectors, sys
+import asyncio, selectors, sys, threading
 from pathlib import Path
 from optuna_dsat.runtime.process import redirect_output
 {before}
 redirect_output(Path(sys.argv[1]), 0)
 keyboard = selectors.EpollSelector()
 keyboard.register(sys.stdin, selectors.EVENT_READ)
-print([key.fileobj.readline() for key, _ in keyboard.select(timeout=5)], flush=True)
+print([key.fileobj.readline() for key, _ in keyboard.select(timeout=0)])
+listener = threading.Thread(target=lambda: print("the input has ended", list(sys.stdin)), daemon=True)
+listener.start()
+listener.join(0.2)
+print(sys.stdin.read(), list(sys.stdin), flush=True)
+input("Overwrite? ")
 """
 
 
 @pytest.mark.parametrize("before", ["", "sys.stdin.close()", "sys.stdin = None"])
-def test_a_script_may_poll_its_input_which_is_at_its_end(tmp_path: Path, before: str) -> None:
+def test_a_script_may_poll_its_input_which_ends_for_the_main_thread_alone(tmp_path: Path, before: str) -> None:
     command = [sys.executable, "-c", SCRIPT.format(before=before), str(tmp_path)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, (tmp_path / "rank0.stderr.log").read_text()
-    assert (tmp_path / "rank0.stdout.log").read_text() == "['']\n"
+    assert done.returncode == 1
+    assert "EOFError: EOF when reading a line" in (tmp_path / "rank0.stderr.log").read_text()
+    assert (tmp_path / "rank0.stdout.log").read_text() == "[]\n []\nOverwrite? "
 
 
 def test_a_script_that_stops_the_clock_is_timed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
