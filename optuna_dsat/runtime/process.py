@@ -307,7 +307,7 @@ def die_with_parent(parent: int) -> None:
 
 
 class _SilentInput(io.TextIOWrapper):
-    """A terminal at which nobody types; at its end for the main thread, which would otherwise wait for ever."""
+    """A terminal at which nobody types; the main thread reads its end. No buffer has a lock that forks wait for."""
 
     def read(self, size: int | None = -1, /) -> str:
         return "" if threading.current_thread() is threading.main_thread() else super().read(size)
@@ -321,7 +321,7 @@ def redirect_output(log_dir: Path, rank: int) -> None:
     reader, _ = os.pipe()
     os.dup2(reader, 0)
     os.close(reader)
-    sys.stdin = _SilentInput(open(0, "rb", closefd=False), encoding="utf-8")  # noqa: SIM115 - of the whole process
+    sys.stdin = _SilentInput(io.FileIO(0, closefd=False), encoding="utf-8")
     for stream, name in ((sys.stdout, "stdout"), (sys.stderr, "stderr")):
         stream.flush()
         target = os.open(log_dir / f"rank{rank}.{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

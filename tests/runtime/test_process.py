@@ -63,7 +63,7 @@ def test_changes_in_bytes_are_changes() -> None:
 
 
 SCRIPT = """
-import asyncio, selectors, sys, threading
+import asyncio, multiprocessing, selectors, sys, threading
 from pathlib import Path
 from optuna_dsat.runtime.process import redirect_output
 {before}
@@ -74,6 +74,10 @@ print([key.fileobj.readline() for key, _ in keyboard.select(timeout=0)])
 listener = threading.Thread(target=lambda: print("the input has ended", list(sys.stdin)), daemon=True)
 listener.start()
 listener.join(0.2)
+worker = multiprocessing.get_context("fork").Process(target=print)  # closes its input
+worker.start()
+worker.join(20)
+print(worker.exitcode)
 print(sys.stdin.read(), list(sys.stdin), flush=True)
 input("Overwrite? ")
 """
@@ -85,7 +89,7 @@ def test_a_script_may_poll_its_input_which_ends_for_the_main_thread_alone(tmp_pa
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "EOFError: EOF when reading a line" in (tmp_path / "rank0.stderr.log").read_text()
-    assert (tmp_path / "rank0.stdout.log").read_text() == "[]\n []\nOverwrite? "
+    assert (tmp_path / "rank0.stdout.log").read_text() == "[]\n\n0\n []\nOverwrite? "
 
 
 def test_a_script_that_stops_the_clock_is_timed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
