@@ -225,6 +225,17 @@ def test_offload_that_is_dear_bounds_the_step_and_the_remedy_is_named() -> None:
     assert (plain.contributions, plain.together, plain.remainder, plain.explained) == ((), None, None, None)
 
 
+def test_a_users_config_outside_the_searched_space_contradicts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its trial has no parameters that a factor could be given to: the whole ratio was called unexplained."""
+    study = study_of(Machine(), {MICRO_BATCH: 8})
+    own, winner = study.trials
+    own.params, own.distributions = {}, {}
+    result = why([own, winner], winner)
+    assert (result.contributions, result.remainder, result.contradicted) == ((), None, False)
+    assert result.speed_up is not None
+    assert f"{times_in_words(result.speed_up)}x as fast" in shown(result, capsys)
+
+
 def test_without_the_users_config_there_is_no_comparison() -> None:
     study = study_of(Machine(), {MICRO_BATCH: 8})
     trials = study.trials[1:]

@@ -223,7 +223,7 @@ def explain(
         contributions=tuple(contributions),
         together=together,
         remainder=None
-        if ratio is None or own
+        if ratio is None or own or not user
         else _remainder(*ratio, [*contributions, *([] if together is None else [together])]),
         bounds=bounds,
         peak_bytes=winner.trial.user_attrs.get(attributes.PEAK_BYTES),
