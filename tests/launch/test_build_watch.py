@@ -4,13 +4,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from deepspeed.accelerator import get_accelerator
 
 from optuna_dsat.launch.launcher import TorchrunLauncher, local_launcher
 from optuna_dsat.launch.machine.devices import cpu_devices
 from optuna_dsat.launch.machine.operators import BuildWatch
 from optuna_dsat.launch.places import here
 from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
-from optuna_dsat.runtime.agent.operators import is_built, operator_name
+from optuna_dsat.runtime.agent.operators import _compile, is_built, operator_name
 from optuna_dsat.runtime.agent.preload import Preload
 
 
@@ -46,6 +47,19 @@ def test_a_lock_that_nobody_holds_is_no_build(tmp_path: Path) -> None:
     (tmp_path / "cpu_adam" / "lock").touch()
     watch.check()
     assert words == []
+
+
+def test_a_build_that_fails_is_told_without_the_compilers_command_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    output = "[1/3] c++ -MMD -DTORCH_EXTENSION_NAME=x -I/a -c x.cpp\ncc1plus: fatal error: Python.h: No such file"
+
+    class Builder:
+        NAME = "x"
+
+        def load(self, **_: bool) -> None:
+            raise RuntimeError(f"Error building extension 'x': {output}")
+
+    monkeypatch.setattr(get_accelerator(), "create_op_builder", lambda _: Builder(), raising=False)
+    assert _compile("x") == "Error building extension 'x': fatal error: Python.h: No such file"
 
 
 @pytest.mark.parametrize("folder", ["cpu_adam", "py311_cu128/cpu_adam"])

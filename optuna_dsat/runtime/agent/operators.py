@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from optuna_dsat.runtime.adapt.journal import guard_builds
+from optuna_dsat.runtime.failure import message_with_cause
 
 COMMUNICATION = "ShareMemCommBuilder"
 """Builder of the operator for communication on the CPU, which DeepSpeed loads wherever it has no other device."""
@@ -51,8 +52,7 @@ def extensions_dir(environ: Mapping[str, str]) -> Path:
     """Return torch's folder of compiled extensions for an environment (``torch.utils.cpp_extension``)."""
     if chosen := environ.get("TORCH_EXTENSIONS_DIR"):
         return Path(chosen)
-    cache = environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "torch_extensions"
+    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_extensions"
 
 
 def _compile(name: str) -> str:
@@ -66,7 +66,7 @@ def _compile(name: str) -> str:
             return "libaio and its header are missing (install libaio-dev, or libaio-devel)"
         builder.load(verbose=False)
     except Exception as error:  # noqa: BLE001 - any error is reported to the user
-        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return (message_with_cause(error).strip().splitlines() or [type(error).__name__])[0]
     return ""
 
 
