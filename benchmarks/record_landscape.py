@@ -39,9 +39,8 @@ from optuna_dsat.study.profile.script import user_config
 from optuna_dsat.study.requests import launch_request
 from optuna_dsat.study.space import space_of
 from optuna_dsat.study.spec import StudySpec
-from optuna_dsat.tuning.devices import search_devices
 from optuna_dsat.tuning.options.tune_options import TuneOptions
-from optuna_dsat.tuning.spec_builder import build_spec
+from optuna_dsat.tuning.spec_builder import build_spec, search_devices
 
 _LARGEST = 2**14
 _WARM_UP, _LEAST_STEPS, _MOST_STEPS, _WINDOW_S = 2, 2, 300, 0.8

@@ -114,10 +114,7 @@ def veto_reason(
     budget: int,
     hopeless: Sequence[Mapping[str, Any]] = (),
 ) -> str | None:
-    """Return why a lineage should get no further launch after ``budget`` conclusive launches at most; None if it may.
-
-    ``hopeless`` contains the structures whose new lineages cannot win.
-    """
+    """Return why a lineage gets no further launch, ``hopeless`` or after ``budget`` conclusive ones; None if it may."""
     structure = ", ".join(f"{name} {value}" for name, value in lineage.structure.items()) or "the same structure"
     if not lineage.conclusive and lineage.structure in hopeless:
         return f"{structure} cannot reach the best result so far, by what its trials measured"

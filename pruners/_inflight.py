@@ -30,10 +30,7 @@ def lineage_of(trial: FrozenTrial, lineages: Mapping[str, Lineage], *, micro_bat
 
 
 def step_noise(finished: Sequence[FrozenTrial]) -> float:
-    """Return the noise of a step: the median over completed trials of (standard deviation / mean).
-
-    Trials with fewer than two finite reports are ignored; without other trials, the noise is 0.
-    """
+    """Return the median of standard deviation / mean over completed trials with two finite reports; 0 without any."""
     noises = []
     for trial in finished:
         values = [value for value in trial.intermediate_values.values() if math.isfinite(value)]

@@ -244,10 +244,7 @@ class LineageSampler(BaseSampler):
         }
 
     def _ready(self, study: Study, history: StudyHistory, fixed: Mapping[str, Any]) -> Iterator[Lineage]:
-        """Yield the lineages that another trial may continue, most urgent first.
-
-        If the pruner leaves the order free, the lineage of the launch whose ranks wait for another trial is first.
-        """
+        """Yield the lineages that another trial may continue, most urgent, or with ranks that wait, first."""
         pruner = study.pruner
         lineages = history.lineages
         if isinstance(pruner, LineageGate):
@@ -428,12 +425,7 @@ def draw_choice(
     lineages: Iterable[Lineage],
     hopeless: Sequence[Mapping[str, Any]],
 ) -> Any:
-    """Return a random choice of a knob whose lineages were not all opened before.
-
-    Structures that are hopeless are drawn only if no other is left.
-
-    ``hopeless`` contains structures (partial knobs) that fail or cannot win.
-    """
+    """Return a random choice of a knob among lineages not opened before, hopeless structures last."""
     known, choices = list(lineages), distribution.choices
     for avoided in (hopeless, ()):
         left = [choice for choice in choices if not all_opened({**params, name: choice}, known, avoided)]

@@ -93,7 +93,7 @@ def doctor(
         raise UsageError("--ds-config is for the host memory of a script: give --script, too.")
     findings = examine(output_dir=output_dir, storage=storage, nvme_path=nvme_path, python=python)
     if on is not None:
-        from optuna_dsat.doctor import cluster
+        from optuna_dsat.doctor.examination import examine_cluster
         from optuna_dsat.launch.agent.agent import digest_of
         from optuna_dsat.launch.places.place import Layout
         from optuna_dsat.tuning.cluster import engine_of
@@ -102,7 +102,7 @@ def doctor(
         kind, gpus = ("cuda", gpus_per_node) if gpus_per_node else ("cpu", 0)
         layout = Layout(nodes=nodes_per_trial, slots=gpus or 1, kind=kind, gpus=gpus, python=python)
         engine = engine_of(on.value, slurm_arg=slurm_arg or (), ray_address=ray_address, ray_node=ray_node or ())
-        findings += cluster.examine(engine, layout, files={str(path): digest_of(path) for path in files})
+        findings += examine_cluster(engine, layout, files={str(path): digest_of(path) for path in files})
     if script is not None and ds_config is not None and not exit_code(findings):
         options = PlanOptions(script=script, ds_config=ds_config, script_args=script_args, output_dir=output_dir)
         findings.append(_host_memory(options if storage is None else replace(options, storage=storage)))

@@ -23,8 +23,7 @@ from optuna_dsat.words import bytes_in_words, count_in_words, slot_name
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from optuna_dsat.plan.rows import Plan, PlannedRow
-    from optuna_dsat.plan.scaling import AtCount
+    from optuna_dsat.plan.rows import AtCount, Plan, PlannedRow
     from optuna_dsat.plan.transformer import TransformerShape
 
 _model = partial(typer.Option, rich_help_panel="Without a launch: the model")
@@ -227,8 +226,7 @@ def plan_with_launch(options: PlanOptions) -> Plan:
     from optuna_dsat.launch.machine.journal import LeftoverWatch
     from optuna_dsat.plan.from_script import plan_script
     from optuna_dsat.store import Store
-    from optuna_dsat.tuning.devices import search_devices
-    from optuna_dsat.tuning.spec_builder import build_spec
+    from optuna_dsat.tuning.spec_builder import build_spec, search_devices
 
     search = _search_options(options)
     devices = search_devices(search)
@@ -280,7 +278,7 @@ def _search_options(options: PlanOptions) -> TuneOptions:
 
 def _scaling(plan: Plan) -> tuple[AtCount, ...]:
     """Return the fastest plan on 1, 2, 4, ... devices, up to the plan's number; empty for a single device."""
-    from optuna_dsat.plan.scaling import counts_up_to, scaling
+    from optuna_dsat.plan.rows import counts_up_to, scaling
 
     devices = plan.subject.hardware.world_size
     return () if devices == 1 else scaling(plan.subject, counts_up_to(devices))

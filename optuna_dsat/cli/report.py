@@ -70,7 +70,7 @@ def report(
 
     Several studies are shown side by side: models, machines, methods, before and after an upgrade.
     """
-    from optuna_dsat.report.training import Training
+    from optuna_dsat.report.facts import Training
     from optuna_dsat.report.view import read_view
     from optuna_dsat.report.write import COMPARISON, default_path, is_report, write_comparison, write_report
     from optuna_dsat.store import Store
@@ -205,9 +205,8 @@ def dashboard(
     Nothing can be changed there. With --optuna-dashboard that is served as well, with notes, plots, logs and configs.
     """
     from optuna_dsat.report.dashboard.live import LiveStudy
-    from optuna_dsat.report.dashboard.live_app import beside, guarded, live_app
+    from optuna_dsat.report.dashboard.live_app import beside, guarded, live_app, optuna_app, serve
     from optuna_dsat.report.dashboard.publish import require_installed
-    from optuna_dsat.report.dashboard.serve import optuna_app, serve
     from optuna_dsat.store import Store
     from optuna_dsat.study.stored import latest_study
 

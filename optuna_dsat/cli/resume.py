@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from optuna_dsat.cli.on_end import HELP, on_end_of
+from optuna_dsat.cli.parsing.commands import again
 from optuna_dsat.cli.parsing.parameters import DEFAULT_STORAGE, Json, Name, Quiet, Storage, option
-from optuna_dsat.cli.search import run_request
+from optuna_dsat.cli.search import OutputOptions, on_end_of, run_request
 from optuna_dsat.cli.tables import notify
 from optuna_dsat.errors import UsageError
 from optuna_dsat.escape.terminal import say
+from optuna_dsat.tuning.options.tune_options import TuneOptions
 
 if TYPE_CHECKING:
     from optuna_dsat.study.spec import StudyRequest, StudySpec
@@ -33,21 +34,10 @@ _WaitForGpus = Annotated[
     float | None,
     option("--wait-for-gpus", help="New limit of the wait for GPUs that others hold, in s."),
 ]
-_Log = Annotated[
-    list[str] | None,
-    option(
-        "--log", metavar="TRACKER[=VALUE]", help="Log each further trial: wandb, mlflow or tensorboard (repeatable)."
-    ),
-]
-_Price = Annotated[
-    float | None, option("--price", help="Price of a GPU hour; the result then gives the cost of the search.", min=0.0)
-]
-_OnEnd = Annotated[str | None, option("--on-end", metavar="COMMAND", help=HELP)]
+_Log = Annotated[list[str] | None, again(TuneOptions, "callbacks")]
 Workdir = Annotated[
     Path | None, option("--workdir", help="Working directory, where the script lies elsewhere on this machine.")
 ]
-
-
 Python = Annotated[
     str | None, option("--python", help="Python of the script on this machine: an interpreter, or its folder.")
 ]
@@ -72,8 +62,8 @@ def resume(
     python: Python = None,
     trust: Trust = False,
     log: _Log = None,
-    on_end: _OnEnd = None,
-    price: _Price = None,
+    on_end: Annotated[str | None, again(OutputOptions, "on_end")] = None,
+    price: Annotated[float | None, again(OutputOptions, "price")] = None,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
@@ -144,11 +134,7 @@ class Approval:
         self._quiet = quiet
 
     def __call__(self, lines: Sequence[str], ran_here: bool) -> None:
-        """Show the lines, and prompt if necessary.
-
-        Raises:
-            UsageError: If a prompt is not possible, or the answer is no.
-        """
+        """Show the lines, and prompt if necessary; ``UsageError`` if a prompt is not possible, or the answer is no."""
         if ran_here and self._quiet:
             return
         for line in ("The study runs:", *lines):

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from optuna_dsat.cli.on_end import HELP, on_end_of
 from optuna_dsat.cli.parsing.commands import origins_of
 from optuna_dsat.cli.parsing.parameters import stored_command
 from optuna_dsat.cli.tables import notify
+from optuna_dsat.display.stopping import EXIT_INTERRUPTED
 from optuna_dsat.errors import StorageError, StudyDeletedError
 from optuna_dsat.escape.terminal import say
-from optuna_dsat.study.options.declaration import of_output, options_in
+from optuna_dsat.study.options.declaration import STORAGE_ENV, of_output, options_in
 from optuna_dsat.tuning.options.given import Given
 from optuna_dsat.tuning.options.tune_options import (
     AshaOptions,
@@ -30,7 +34,6 @@ from optuna_dsat.tuning.options.tune_options import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from optuna_dsat.cli.on_end import SearchEnd
     from optuna_dsat.study.result import StudyResult
     from optuna_dsat.study.spec import StudyRequest
     from optuna_dsat.tuning.prepare import Prepared
@@ -42,22 +45,20 @@ class OutputOptions:
     """Options of a search that exist only on the command line."""
 
     dry_run: Annotated[
-        bool,
-        of_output(
-            help="Show the space, the profile launch and the first configs; launch nothing.",
-            first=True,
-        ),
+        bool, of_output(help="Show the space, the profile launch and the first configs; launch nothing.", first=True)
     ] = False
-    json_output: Annotated[
-        bool,
+    json_output: Annotated[bool, of_output(help="Print the result as JSON.", flags=("--json",))] = False
+    on_end: Annotated[
+        str | None,
         of_output(
-            help="Print the result as JSON.",
-            flags=("--json",),
+            help="Run this shell command once after the search, also after an interrupted or failed one. It gets "
+            "OPTUNA_DSAT_STUDY, OPTUNA_DSAT_RESULT (best_ds_metrics.json; empty without a result), "
+            "OPTUNA_DSAT_EXIT_CODE and OPTUNA_DSAT_STORAGE.",
+            metavar="COMMAND",
         ),
-    ] = False
-    on_end: Annotated[str | None, of_output(help=HELP, metavar="COMMAND")] = None
+    ] = None
     price: Annotated[
-        float | None, of_output(help="Price of a GPU hour; the result then gives the cost of the search.")
+        float | None, of_output(help="Price of a GPU hour; the result then gives the cost of the search.", least=0.0)
     ] = None
 
 
@@ -244,3 +245,45 @@ def run_request(
 def _resume_command(request: StudyRequest, shown_url: str) -> str:
     """Return the command that continues a study; a URL's password is not shown."""
     return stored_command("resume", request.spec.name, storage=request.storage, shown_url=shown_url)
+
+
+@dataclass
+class SearchEnd:
+    """Outcome of a search, for ``--on-end``."""
+
+    result: StudyResult | None = None
+
+
+@contextmanager
+def on_end_of(request: StudyRequest, command: str | None) -> Iterator[SearchEnd]:
+    """Run a command after the block, which sets the result. Its output goes to stderr; its failure is a warning."""
+    end, code = SearchEnd(), 0
+    try:
+        yield end
+    except BaseException as error:  # the exit code is that of ``cli.main``
+        code = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 1)
+        raise
+    finally:
+        if command is not None:
+            result = end.result
+            variables = {
+                "OPTUNA_DSAT_STUDY": request.spec.name if result is None else result.study,
+                "OPTUNA_DSAT_RESULT": "" if result is None else result.metrics_path,
+                "OPTUNA_DSAT_EXIT_CODE": str(code),
+                STORAGE_ENV: request.storage,
+            }
+            _run_command(command, variables)
+
+
+def _run_command(command: str, variables: dict[str, str]) -> None:
+    sys.stdout.flush()
+    environ = {**os.environ, **variables}
+    try:
+        ended = subprocess.run(
+            command, shell=True, env=environ, stdin=subprocess.DEVNULL, stdout=sys.stderr, check=False
+        )
+    except OSError as error:
+        notify(f"Warning: the command of --on-end could not be started: {error.strerror}.")
+        return
+    if ended.returncode:
+        notify(f"Warning: the command of --on-end ended with exit code {ended.returncode}.")

@@ -118,7 +118,7 @@ def _train_class(options: TrainOptions) -> NoReturn:
     from optuna_dsat.launch.full_run import run_full
     from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
     from optuna_dsat.secrecy.references import References, keep
-    from optuna_dsat.tuning.devices import choose_devices
+    from optuna_dsat.tuning.spec_builder import choose_devices
     from optuna_dsat.tuning.target import trial_target
 
     if len(options.words or ()) != 1:

@@ -64,11 +64,7 @@ _MAY_BE_LISTS = frozenset({"num_gpus", "num_nodes", "mp_size"})
 
 
 def parse_autotuning(config: Mapping[str, Any], *, path: str = "<config>") -> Autotuning:
-    """Read the ``autotuning`` section of a config; all defaults if it is absent.
-
-    Raises:
-        ConfigError: If a value has the wrong type, or bounds contradict each other.
-    """
+    """Read the ``autotuning`` section of a config, if any; ``ConfigError`` for wrong types or contradicting bounds."""
     section: Mapping[str, Any] = {key.strip(): value for key, value in (config.get("autotuning") or {}).items()}
     known = {field.name for field in fields(Autotuning)} - {"ignored", "unknown", "gpu_counts", "node_counts"}
     values: dict[str, Any] = {}
@@ -112,11 +108,7 @@ def _autotuning_value(name: str, value: Any, *, where: str) -> Any:
 
 
 def positive_int(value: Any, key: str, *, where: str = "") -> int:
-    """Return a positive integer, which may be written as ``8`` or ``8.0``.
-
-    Raises:
-        ConfigError: If it is not an integer of at least 1; ``where`` and ``key`` name the value in the message.
-    """
+    """Return an integer from 1, also from ``8.0``; else ``ConfigError`` names the value by ``where`` and ``key``."""
     if (
         isinstance(value, bool)
         or not isinstance(value, (int, float))

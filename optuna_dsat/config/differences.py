@@ -1,12 +1,15 @@
-"""Knobs in which a configuration differs from the user's settings."""
+"""Differences between configs: knobs that differ from the user's settings, and changes that a running engine takes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from optuna_dsat.config import ds_config
 from optuna_dsat.config.ds_config import (
     GRADIENT_ACCUMULATION,
+    MICRO_BATCH,
+    TRAIN_BATCH,
     ZERO,
     canonical_zero,
     effective,
@@ -14,7 +17,7 @@ from optuna_dsat.config.ds_config import (
     merge,
     zero_default,
 )
-from optuna_dsat.config.knobs import KNOBS
+from optuna_dsat.config.knobs import KNOBS, OFFLOAD_PARAM, ZERO_STAGE
 from optuna_dsat.config.search_space import present
 from optuna_dsat.config.structures import Structure
 
@@ -27,13 +30,9 @@ def knob_differences(
 ) -> dict[str, Any]:
     """Return the knobs, except stage, offloads and micro-batch, whose effect differs from the user's settings.
 
-    The baseline is the user's settings at the configuration's stage and offloads.
-
-    ``params_count`` is the number of the model's parameters, above which all sizes are equivalent; None if unknown.
-
-    Returns:
-        Dotted key within the ZeRO section, name of a knob of another section, or ``gradient_accumulation_steps`` ->
-        value; those of the ZeRO section first, sorted by key.
+    The user's settings are taken at the configuration's stage and offloads; all sizes above ``params_count`` are
+    equivalent. Keys are dotted within the ZeRO section, whose knobs come first, names of other knobs, or
+    ``gradient_accumulation_steps``.
     """
     given, mine = effective(config), effective(own)
     stage = Structure.of(given).stage
@@ -71,3 +70,41 @@ def _flat(zero: Mapping[str, Any]) -> dict[str, Any]:
         else:
             record[key] = value
     return record
+
+
+_BY_KEY = {knob.path[1]: knob for knob in KNOBS if knob.live}
+
+
+def live_changes(running: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the changes that turn a running engine into one of another config; None if it must be built anew.
+
+    Dotted key -> new value, DeepSpeed's default where the config has none; empty for the same config. No engine keeps
+    anything of the size of a batch, and DeepSpeed reads most communication knobs at each step.
+    """
+    before, after = (_settings(config) for config in (running, wanted))
+    params = {
+        ZERO_STAGE: before.get(f"{ZERO}.stage", 0),
+        "contiguous_gradients": before[f"{ZERO}.contiguous_gradients"],
+        OFFLOAD_PARAM: before.get(f"{ZERO}.{OFFLOAD_PARAM}.device", "none"),
+    }
+    changes = {key: after.get(key) for key in {**before, **after} if before.get(key) != after.get(key)}
+    for key, value in changes.items():
+        if key in (MICRO_BATCH, GRADIENT_ACCUMULATION):
+            live = isinstance(value, int) and isinstance(before.get(key), int)
+        else:
+            knob = _BY_KEY.get(key.removeprefix(f"{ZERO}."))
+            live = value is not None and knob is not None and knob.is_live(params)
+        if not live:
+            return None
+    return changes
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config with DeepSpeed's defaults of tuned keys and without the global batch size, which follows."""
+    flat = ds_config.flatten(ds_config.effective(config))
+    flat.setdefault(GRADIENT_ACCUMULATION, 1)
+    flat.pop(TRAIN_BATCH, None)
+    stage = flat.setdefault(f"{ZERO}.stage", 0)
+    for key in _BY_KEY:
+        flat.setdefault(f"{ZERO}.{key}", ds_config.zero_default(key, stage=stage))
+    return {key: value for key, value in flat.items() if value is not None}

@@ -112,10 +112,7 @@ def zero_section(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def knob_settings(config: Mapping[str, Any], *, zero: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a ``zero_optimization`` section together with the knobs of a config's other sections.
-
-    Each knob is under its last key.
-    """
+    """Return a ``zero_optimization`` section together with the knobs of other sections, each under its last key."""
     result = dict(zero)
     for section, key in (knob.path for knob in KNOBS if not knob.is_of_zero):
         settings = config.get(section)
@@ -267,11 +264,8 @@ def canonical_key(config: Mapping[str, Any], *, params_count: int | None = None)
     """Return a key that is equal for configs with equal behaviour in DeepSpeed (32 hexadecimal digits, SHA-256).
 
     Ignored are key order, the spelling of numbers (``5e8``), values equal to DeepSpeed's defaults, offload to ``none``,
-    knobs that the stage does not read, and bucket sizes beyond the number of parameters.
-
-    Args:
-        config: A DeepSpeed config without lists (they are resolved as :func:`effective` does).
-        params_count: Parameters of the model, to which sizes are limited; None if unknown.
+    knobs that the stage does not read, and bucket sizes beyond ``params_count``. The config has no lists
+    (:func:`effective`).
     """
     plain = _canonical(effective(config))
     zero = canonical_zero(plain.pop(ZERO, {}), params_count)
@@ -321,12 +315,6 @@ def canonical_zero(zero: Mapping[str, Any], params_count: int | None) -> dict[st
 
 
 def write_json_atomic(path: str | Path, data: Mapping[str, Any] | Iterable[Any], *, private: bool = False) -> None:
-    """Write ``data`` as indented JSON, so that a reader sees either the old or the new file, never a partial file.
-
-    ``private`` tells whether to make it unreadable for other users.
-
-    Raises:
-        OSError: If the folder cannot be written; no temporary file remains.
-    """
+    """Write ``data`` as indented JSON atomically, or raise ``OSError``; if ``private``, only its owner may read it."""
     text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
     write_text_atomic(Path(path), text, durable=True, mode=0o600 if private else 0o644)

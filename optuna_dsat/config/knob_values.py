@@ -8,7 +8,7 @@ from typing import Any
 from optuna_dsat.config.documents import as_written
 from optuna_dsat.config.ds_config import size_limit
 from optuna_dsat.config.knobs import KNOBS, NVME, ZERO_STAGE, ZERO_STAGES, Kind
-from optuna_dsat.config.misspelt import near_key
+from optuna_dsat.config.user_file import near_key
 from optuna_dsat.errors import ConfigError
 from optuna_dsat.runtime.overlay import MICRO_BATCH, ZERO
 
@@ -34,14 +34,10 @@ _SHORT_NAMES: Mapping[str, str] = {
 
 
 def resolve_names(names: Iterable[str], *, option: str) -> tuple[str, ...]:
-    """Return the names of knobs, each once, for names as given in an option.
-
-    Args:
-        names: Knobs, by name, by key of the config (``zero_optimization.stage``) or by short name (``batch``).
-        option: The option, for messages.
+    """Return the names of knobs, each once, given by name, by key of the config or by short name (``batch``).
 
     Raises:
-        ConfigError: If a name is not a knob; suggests the knob that it resembles.
+        ConfigError: If a name of the ``option`` is not a knob; suggests the knob that it resembles.
     """
     resolved: dict[str, None] = {}
     for name in names:
@@ -62,11 +58,7 @@ PERMISSIONS: tuple[str, ...] = tuple(dict.fromkeys(knob.permission for knob in K
 
 
 def check_permissions(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the values of ``--allow``, each once.
-
-    Raises:
-        ConfigError: If a value is not one of ``PERMISSIONS``.
-    """
+    """Return the values of ``--allow``, each once; ``ConfigError`` if one is not in ``PERMISSIONS``."""
     result = tuple(dict.fromkeys(names))
     for name in result:
         if name not in PERMISSIONS:

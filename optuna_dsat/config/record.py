@@ -21,11 +21,7 @@ class Record:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Self:
-        """Build from the result of ``to_json`` of this or another version; keys that are not fields are ignored.
-
-        Raises:
-            ValueError: If a field is missing or has another type.
-        """
+        """Build from ``to_json`` of any version, without unknown keys; ``ValueError`` for missing or wrong fields."""
         kind: Any = cls
         read: Self = _adapter(kind).validate_python(record)
         return read

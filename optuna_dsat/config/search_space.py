@@ -115,11 +115,7 @@ class SearchSpace:
         return self.knobs[0].choices
 
     def suggest(self, trial: optuna.trial.BaseTrial) -> dict[str, Any]:
-        """Suggest a configuration: only the knobs that apply, the micro-batch last.
-
-        Returns:
-            The params, keyed by name.
-        """
+        """Suggest a configuration, only the knobs that apply, the micro-batch last; return the params."""
         params: dict[str, Any] = {}
 
         def draw(tuned: TunedKnob) -> Any:
@@ -308,11 +304,7 @@ class SearchSpace:
         return self._read(tuned, {**self.user_zero, "stage": params[ZERO_STAGE]})
 
     def completed(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the lineage with the wanted values where they apply, and the user's or default values elsewhere.
-
-        Args:
-            wanted: Knobs; inapplicable knobs and values that are not a choice are ignored.
-        """
+        """Return the lineage with the wanted values where they apply and exist, else the user's or default values."""
         params: dict[str, Any] = {}
 
         def pick(tuned: TunedKnob) -> Any:

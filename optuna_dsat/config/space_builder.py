@@ -139,10 +139,9 @@ def build_space(request: SpaceRequest) -> SearchSpace:
 
 
 def smallest_micro_batch(request: SpaceRequest) -> int:
-    """Return the smallest micro-batch of a space: a fixed, kept or listed value, or a lower bound; else 1.
+    """Return a fixed, kept or listed micro-batch's least, or a lower bound; else 1.
 
-    Raises:
-        ConfigError: If the list and the bounds of the config contradict each other.
+    ``ConfigError`` if contradictory.
     """
     return _Builder(request).smallest_micro_batch()
 
@@ -472,10 +471,7 @@ def _types(config: Mapping[str, Any]) -> tuple[str, str]:
 def site_of(
     plain: Mapping[str, Any], *, pipeline: bool, nvme_only: bool, one_rank: bool, owned: int | None = None
 ) -> Site:
-    """Return the properties of a config on which the conditions of knobs depend.
-
-    ``plain`` is the config, with a ``zero_optimization`` section; ``owned`` as in ``Site``.
-    """
+    """Return the properties of a config, with its ZeRO section, on which the conditions of knobs depend."""
     optimizer = plain.get("optimizer") or {}
     settings = optimizer.get("params") or {}
     predivide = plain.get("gradient_predivide_factor", 1.0)

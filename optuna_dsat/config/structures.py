@@ -67,11 +67,9 @@ class Structure:
     def zero_section(
         self, *, nvme_path: str | None = None, swap_settings: Mapping[str, Any] = MappingProxyType({})
     ) -> dict[str, Any]:
-        """Return a ``zero_optimization`` section with only stage and offloads; None removes an offload of the base.
+        """Return a ZeRO section with only stage and offloads; None removes an offload of the base.
 
-        Args:
-            nvme_path: Folder on NVMe; needed for an offload to ``nvme``.
-            swap_settings: Further settings of an offload of the parameters to ``nvme``.
+        ``nvme_path`` and ``swap_settings`` are for offloads to ``nvme``.
         """
         section: dict[str, Any] = {"stage": self.stage}
         for key, device in ((OFFLOAD_OPTIMIZER, self.offload_optimizer), (OFFLOAD_PARAM, self.offload_param)):

@@ -52,6 +52,7 @@ from types import MappingProxyType
 from typing import Any
 
 from optuna_dsat.config.ds_config import precision_of
+from optuna_dsat.cost.memory import ModelProfile
 from optuna_dsat.errors import UsageError
 
 Priors = Mapping[str, tuple[float, float]]
@@ -193,11 +194,7 @@ _BRAND = re.compile(r"(NVIDIA|Tesla) ", re.IGNORECASE)
 
 
 def find_gpu(name: str) -> GpuSpec:
-    """Return the GPU with this name.
-
-    Raises:
-        UsageError: If it is not in the table.
-    """
+    """Return the GPU with this name; ``UsageError`` if it is not in the table."""
     wanted = name.lower().replace("_", "-").removesuffix("b")
     if wanted in GPUS:
         return GPUS[wanted]
@@ -215,23 +212,14 @@ def gpu_of_device(device_name: str) -> GpuSpec | None:
 
 
 def peak_flops(gpu: GpuSpec | None, config: Mapping[str, Any], *, param_bytes: int) -> float | None:
-    """Return the peak FLOPS of a GPU in the precision of a config; None if it is not in the table.
-
-    Args:
-        gpu: The GPU; None if it is not in the table.
-        config: The DeepSpeed config.
-        param_bytes: Bytes per parameter of the engine; only peaks of half precision are returned.
-    """
+    """Return a GPU's peak FLOPS in half precision; None for others, or a GPU not in the table or without bf16."""
     if gpu is None or param_bytes != 2:
         return None
     return None if precision_of(config) == "bf16" and not gpu.bf16 else gpu.tflops * 1e12
 
 
 def precision_advice(config: Mapping[str, Any], *, device_name: str, param_bytes: int) -> str:
-    """Return what bf16 would bring to a config of another precision on a GPU that has it; else an empty text.
-
-    ``param_bytes`` are the bytes per parameter of the engine; 4 without half precision.
-    """
+    """Return what bf16 would bring on a GPU that has it; else empty. ``param_bytes``: 4 without half precision."""
     gpu = gpu_of_device(device_name)
     precision = precision_of(config)
     if gpu is None or not gpu.bf16 or precision == "bf16":
@@ -251,11 +239,7 @@ def precision_advice(config: Mapping[str, Any], *, device_name: str, param_bytes
 def network_priors(gbit_per_s: float) -> Priors:
     """Return the prior of the cost of a network between hosts: a ring passes through each host's network once.
 
-    Args:
-        gbit_per_s: Bandwidth of a host, in 10**9 bits per second and direction.
-
-    Raises:
-        UsageError: If it is not positive.
+    ``gbit_per_s`` is in 10**9 bits per second and direction of a host; ``UsageError`` if not positive.
     """
     if gbit_per_s <= 0:
         raise UsageError(f"--network is {gbit_per_s}; a bandwidth in Gbit/s is positive.")
@@ -267,15 +251,9 @@ def machine_priors(
 ) -> Priors:
     """Return the prior of the step-time model's coefficients derived from a data sheet.
 
-    Args:
-        gpu: The GPU.
-        ranks: Number of GPUs on all hosts.
-        network_gbit_per_s: Network bandwidth of a host, in 10**9 bits per second and direction; None if it is unknown,
-            or with a single host.
-        param_bytes: Bytes per parameter: 4 computes in fp32, 2 in half precision.
-
-    Raises:
-        UsageError: If the network's bandwidth is not positive.
+    ``ranks`` are the GPUs of all hosts; ``network_gbit_per_s`` a host's bandwidth (10**9 bits per second and direction;
+    None if unknown, or for a single host; ``UsageError`` if not positive); ``param_bytes`` is 4 for fp32, 2 for half
+    precision.
     """
     half = (_REACHED_FLOPS * gpu.tflops * 1e12, 0.25)
     return {
@@ -294,11 +272,19 @@ def latency_prior(ranks: int) -> tuple[float, float]:
 
 
 def priors_of_device(device_name: str, *, device: str, ranks: int) -> Priors:
-    """Return the prior for the machine of a launch; empty for a GPU that is not in the table.
-
-    ``ranks`` are the ranks of the launch, on all its hosts.
-    """
+    """Return the prior for the machine of a launch, with the ranks of all hosts; empty for a GPU not in the table."""
     if device == "cpu":
         return CPU_PRIORS
     gpu = gpu_of_device(device_name)
     return {} if gpu is None else machine_priors(gpu, ranks=ranks)
+
+
+def utilisation(profile: ModelProfile, config: Mapping[str, Any], metrics: Mapping[str, float]) -> float | None:
+    """Return the share of the GPU's peak FLOPS that a configuration reached; None if either is unknown.
+
+    The profile launch counts the FLOPs of forward and backward pass per rank (Chowdhery et al., arXiv:2204.02311,
+    appendix B).
+    """
+    peak = peak_flops(gpu_of_device(profile.device_name), config, param_bytes=profile.param_bytes)
+    reached = metrics.get("FLOPS_per_gpu")
+    return None if peak is None or not reached else reached / peak

@@ -12,6 +12,9 @@ Known limitations: model and expert parallelism are not modelled (the profile's 
 rank). The CUDA context (0.3 to 0.6 GiB), NCCL's buffers (0.1 to 1 GiB) and fragmentation of the caching allocator (a
 few per cent) are not modelled either; ``torch.cuda.max_memory_allocated`` does not count them.
 :mod:`optuna_dsat.cost.memory_posterior` corrects the error shown by measured peaks.
+
+Offloaded states: ZeRO-Offload (Ren et al., arXiv:2101.06840), ZeRO-Infinity (Rajbhandari et al., arXiv:2104.07857), and
+the allocations and files of ``deepspeed.runtime.swap_tensor`` in DeepSpeed 0.19.8.
 """
 
 from __future__ import annotations
@@ -25,8 +28,15 @@ from optuna_dsat.config import ds_config as configs
 from optuna_dsat.config.knobs import LEAF_MODULE
 from optuna_dsat.config.record import Record
 from optuna_dsat.config.structures import param_swap_settings
-from optuna_dsat.cost.host_states import locked_bytes, rank_host_parts, rank_swap_parts
-from optuna_dsat.cost.zero_states import Moment, ZeroSettings, moments
+from optuna_dsat.cost.zero_states import (
+    FP32_BYTES,
+    Moment,
+    ZeroSettings,
+    moments,
+    optimizer_scratch,
+    second_copy,
+    updated_at_once,
+)
 from optuna_dsat.runtime.events import ProfileMeasured
 from optuna_dsat.runtime.overlay import checkpoint_every
 
@@ -157,9 +167,7 @@ class MemoryEstimate:
 
 
 def estimate(profile: ModelProfile, ds_config: Config, *, micro_batch: int, hardware: Hardware) -> MemoryEstimate:
-    """Predict the peak memory of a step.
-
-    ``ds_config`` is the DeepSpeed config; of its batch sizes only gradient accumulation is read.
+    """Predict the peak memory of a step; of the config's batch sizes only gradient accumulation is read.
 
     Raises:
         ValueError: If the micro-batch is negative.
@@ -276,13 +284,75 @@ def zero_settings(profile: ModelProfile, ds_config: Config, hardware: Hardware) 
 
 
 def rank_moments(profile: ModelProfile, ds_config: Config, hardware: Hardware) -> tuple[Moment, ...]:
-    """Return the moments of a step at which a rank's memory may peak.
-
-    On CPU they include offloaded states, which stay in the rank's memory.
-    """
+    """Return the moments at which a rank's memory may peak; on CPU with the offloaded states, which stay in it."""
     settings = zero_settings(profile, ds_config, hardware)
     result = moments(settings)
     if hardware.device == "cpu":
         offloaded = rank_host_parts(settings)
         return tuple(moment.plus({f"offloaded_{name}": size for name, size in offloaded.items()}) for moment in result)
     return tuple(result)
+
+
+def rank_host_parts(s: ZeroSettings) -> dict[str, int]:
+    """Return the bytes that a rank keeps in host memory, by kind.
+
+    Optimizer offload (ZeRO-Offload, arXiv:2101.06840, section 3): master, optimizer state, fp32 gradients and
+    a half-precision copy of the partition, (4 + k + 4 + b) T/N, and the temporaries of an optimizer of torch.
+    Stages 1 and 2 add a gradient of the largest parameter and, under gradient accumulation, the accumulated
+    partition; stage 3 the gradient partition, and a part of its sub-groups may stay on the device (ZeRO-Offload++,
+    DeepSpeed pull request 4636). With NVMe (ZeRO-Infinity) only the swap buffers stay, each of a sub-group.
+    Parameter offload: b P/N, with NVMe the swap buffers and the parameters that stay (``max_in_cpu``), and the second
+    copy, if any. DeepSpeed's estimators multiply by 1.5, because the CUDA host allocator rounds pinned blocks up to
+    powers of two; that factor is not included.
+    """
+    parts: dict[str, int] = {}
+    if s.offload_optimizer != "none":
+        states = round((s.master_bytes + s.state_bytes + FP32_BYTES) * s.partition * s.host_share)
+        parts["optimizer"] = _optimizer_buffers(s) if s.offload_optimizer == "nvme" else states
+        parts["optimizer_scratch"] = 0 if s.on_cpu else optimizer_scratch(s, updated_at_once(s))
+        if s.stage == 3:
+            parts["gradients"] = s.grad_bytes * s.partition
+        else:
+            parts["parameter_copy"] = s.param_bytes * s.partition
+            parts["gradients"] = s.param_bytes * (s.largest_layer + (s.partition if s.accumulates else 0))
+    if s.offload_param == "cpu":
+        parts["parameters"] = s.param_bytes * s.param_partition
+    elif s.offload_param == "nvme":
+        parts["parameters"] = _param_buffers(s) + s.param_bytes * (s.param_partition - s.swapped_params)
+    if s.offload_param != "none" and s.copy_ranks > 1:
+        parts["second_copy"] = second_copy(s)
+    return parts
+
+
+def _optimizer_buffers(s: ZeroSettings) -> int:
+    """Return the bytes of a rank's swap buffers of the optimizer (``swap_tensor.utils.SwapBufferManager``)."""
+    return s.optimizer_buffers * s.master_bytes * updated_at_once(s)
+
+
+def _param_buffers(s: ZeroSettings) -> int:
+    """Return the bytes of a rank's swap buffers of parameters, and of the sub-group that is written after an update.
+
+    ``AsyncPartitionedParameterSwapper._configure_aio`` and ``reserve_partitioned_swap_space``.
+    """
+    return s.param_bytes * (s.nvme_buffers + (updated_at_once(s) if s.swapped_params else 0))
+
+
+def rank_swap_parts(s: ZeroSettings) -> dict[str, int]:
+    """Return the bytes that a rank writes to NVMe, by kind: files that stay as long as the engine.
+
+    The optimizer's files are master copy, states and gradients in the master's type
+    (``OptimizerSwapper._swap_out_gradients``). DeepSpeed writes all parameters before it decides which of them stay in
+    host memory. Known error: tensors below 1 MiB are not written.
+    """
+    parts: dict[str, int] = {}
+    if s.offload_optimizer == "nvme":
+        parts["optimizer"] = (2 * s.master_bytes + s.state_bytes) * s.partition
+    if s.offload_param == "nvme":
+        parts["parameters"] = s.param_bytes * s.param_partition
+    return parts
+
+
+def locked_bytes(s: ZeroSettings) -> int:
+    """Return the bytes of a rank's swap buffers, which DeepSpeed page-locks (``ds_page_aligned_alloc``)."""
+    optimizer = _optimizer_buffers(s) if s.offload_optimizer == "nvme" else 0
+    return optimizer + (_param_buffers(s) if s.offload_param == "nvme" else 0)

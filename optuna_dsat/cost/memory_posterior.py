@@ -147,13 +147,7 @@ def normal_cdf(z: Numbers) -> Numbers:
 
 
 class MemoryPosterior:
-    """Posterior distribution of peaks and of the usable memory.
-
-    Args:
-        device_bytes: Memory of a rank's device.
-        bytes_per_sample: Profiled activation bytes per sample.
-        on_cpu: Whether ranks compute on the CPU, without a CUDA context in addition to the peak.
-    """
+    """Posterior of peaks and usable memory; ``bytes_per_sample`` are profiled, ``on_cpu`` has no CUDA context."""
 
     def __init__(self, *, device_bytes: int, bytes_per_sample: int, on_cpu: bool) -> None:
         self._device = float(device_bytes)
@@ -176,10 +170,7 @@ class MemoryPosterior:
         """Factors on the variance of each structure's error, by index; 1 for indices beyond the end."""
 
     def observe(self, inputs: MemoryInputs, peaks: Numbers, out_of_memory: Numbers) -> None:
-        """Condition on all launches so far; earlier observations are replaced.
-
-        ``peaks`` are the measured bytes; NaN if not measured.
-        """
+        """Condition on all launches so far, replacing earlier ones; ``peaks`` in bytes, NaN if not measured."""
         measured = np.flatnonzero(~np.isnan(peaks) & ~out_of_memory)
         # A launch that ran gives two observations: its peak, and that its memory is within the limit.
         informative = out_of_memory | np.isnan(peaks) | (peaks > _INFORMATIVE_SHARE * self.usable)
@@ -372,11 +363,8 @@ class MemoryPosterior:
 def _propagated(mean: Numbers, covariance: Numbers, limit: float, above: Numbers) -> tuple[Numbers, Numbers]:
     """Return the measurements equivalent to one-sided observations: values, and variances (infinite if uninformative).
 
-    Args:
-        mean: Prior mean of the memory of each launch, in bytes.
-        covariance: Prior covariance of the launches' memory.
-        limit: Limit in bytes, equal for all launches.
-        above: Whether each launch was observed to be above the limit.
+    ``mean`` and ``covariance`` are the prior of the launches' memory, in bytes; ``above`` tells which were above
+    ``limit``.
     """
     values, noises = mean.copy(), np.full(len(mean), math.inf)
     for _ in range(_SWEEPS):
@@ -396,10 +384,7 @@ def _propagated(mean: Numbers, covariance: Numbers, limit: float, above: Numbers
 
 
 def _equivalent_measurement(mean: float, variance: float, limit: float, *, above: bool) -> tuple[float, float] | None:
-    """Return value and variance of the measurement equivalent to observing the side of the limit.
-
-    None if the observation is uninformative.
-    """
+    """Return value and variance of the measurement equivalent to a side of the limit; None if uninformative."""
     spread = math.sqrt(max(variance, 1.0))
     sign = 1.0 if above else -1.0
     z = sign * (mean - limit) / spread

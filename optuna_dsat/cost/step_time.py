@@ -229,11 +229,7 @@ class StepTimeModel:
     ) -> StepTimeModel:
         """Return the step-time model of a profiled model on the hardware of a launch.
 
-        Args:
-            profile: The model.
-            hardware: Hardware of the launch.
-            machine: Prior of the machine's coefficients: name -> median and spread.
-            prior: Prior from earlier studies; None without earlier studies.
+        ``machine`` is the prior of its coefficients (name -> median and spread), ``prior`` of earlier studies, if any.
         """
         return cls(
             params=profile.params,
@@ -257,12 +253,9 @@ class StepTimeModel:
     def phases(self, logs: Numbers, c: Columns, micro_batch: Numbers, accumulation: Numbers, fill: Numbers) -> Numbers:
         """Return the seconds of each phase, shape (4, ..., n).
 
-        Args:
-            logs: Logarithms of the coefficients, shape (coefficients,) or (coefficients, k, 1) for k variants at once.
-            c: The n configurations.
-            micro_batch: Samples per rank and forward pass.
-            accumulation: Accumulation steps.
-            fill: Share of the device's memory in use at the peak.
+        ``logs`` are logarithms of the coefficients, shape (coefficients,) or (coefficients, k, 1) for k variants; ``c``
+        the n configurations; ``micro_batch`` samples per rank and forward pass; ``fill`` the share of memory used at
+        the peak.
         """
         x = dict(zip(_PRIORS, np.exp(logs), strict=True))
         third = c.stage == 3

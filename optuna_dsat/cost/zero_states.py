@@ -39,10 +39,7 @@ moments for the other parameters, which are few.
 
 
 def optimizer_bytes_per_param(config: Mapping[str, Any], profiled_optimizer: str) -> int:
-    """Return the bytes of optimizer state per trainable parameter (Adam's 8 if the optimizer is unknown).
-
-    ``config`` is the DeepSpeed config; its ``optimizer`` section, if any, takes precedence.
-    """
+    """Return optimizer bytes per trainable parameter, by the config's optimizer first; Adam's 8 if unknown."""
     section = config.get("optimizer") or {}
     name = str(section.get("type") or profiled_optimizer).lower()
     if name in ("sgd", "musgd"):

@@ -40,11 +40,7 @@ class Stopping:
         return self.by is not None
 
     def __call__(self, number: int, _frame: FrameType | None) -> None:
-        """Handle a signal.
-
-        Raises:
-            KeyboardInterrupt: The first time.
-        """
+        """Handle a signal; the first time raise ``KeyboardInterrupt``."""
         if number == signal.SIGHUP:
             drop_lost_terminal()
         if self.by is not None:

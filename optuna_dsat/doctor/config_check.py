@@ -13,9 +13,8 @@ from optuna_dsat.config.autotuning_section import parse_autotuning
 from optuna_dsat.config.documents import as_written
 from optuna_dsat.config.ds_config import AUTO, BATCH_KEYS, GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, ZERO
 from optuna_dsat.config.knobs import KNOBS, NVME, ZERO_STAGE, ZERO_STAGES, Site
-from optuna_dsat.config.misspelt import correction, near_key
 from optuna_dsat.config.space_builder import site_of
-from optuna_dsat.config.user_file import knob_lists, shape_errors
+from optuna_dsat.config.user_file import correction, knob_lists, near_key, shape_errors
 from optuna_dsat.doctor.config_probe import UNKNOWN
 from optuna_dsat.doctor.finding import Finding, Status, finding_of
 from optuna_dsat.doctor.libraries import run_probe
@@ -56,12 +55,9 @@ def check(
 ) -> list[Finding]:
     """Return all findings on a config, fatal findings first, from ``run_probe`` and from knowledge of DeepSpeed.
 
-    Args:
-        config: The config as in its file.
-        python: Interpreter that has DeepSpeed.
-        ranks: Data-parallel ranks; None if unknown.
-        fills_auto: Whether the script's trainer fills in "auto" and batch sizes; None if unknown.
-        trainer_arguments: Arguments of the Hugging Face Trainer in the command, by name.
+    ``python`` has DeepSpeed. ``ranks`` are data-parallel; ``fills_auto`` tells whether the script's trainer fills in
+    "auto" and batch sizes; None if unknown. ``trainer_arguments`` are the Hugging Face Trainer's in the command, by
+    name.
     """
     findings = list(_of_shape(config))
     sound = ds_config.with_values(config, dict.fromkeys(["autotuning", *(item.name for item in findings)]))

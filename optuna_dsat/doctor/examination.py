@@ -1,20 +1,23 @@
-"""Run all checks of the doctor."""
+"""Run all checks of the doctor; the nodes of a cluster are held for a moment."""
 
 from __future__ import annotations
 
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 
-from optuna_dsat.doctor import capabilities, libraries, nvme
+from optuna_dsat.doctor import libraries
 from optuna_dsat.doctor.finding import Finding, Status, finding_of
-from optuna_dsat.doctor.machine import device_findings, find_gpus, host_findings
+from optuna_dsat.doctor.machine import device_findings, drive_finding, find_gpus, host_findings
 from optuna_dsat.errors import DsatError, UsageError
 from optuna_dsat.launch.machine.devices import refuse_build
 from optuna_dsat.launch.machine.nvml import Nvml
+from optuna_dsat.launch.places.engine import Engine
+from optuna_dsat.launch.places.place import HeldPlace, Layout, Stage
 from optuna_dsat.script.interpreter import OLDEST, examined, named_python, script_python
 from optuna_dsat.store import database_exists, display_url
 
@@ -32,16 +35,10 @@ def examine(
     nvml: Nvml | None = None,
     ask: Callable[..., libraries.Libraries] = libraries.ask,
 ) -> list[Finding]:
-    """Return all findings, area by area.
+    """Return all findings, area by area; of ``storage``, a URL, and ``nvme_path``, a folder, if these are given.
 
-    Args:
-        output_dir: Output directory of launches.
-        storage: Storage URL to check; None to skip.
-        nvme_path: Folder on the drive to measure for offload; None to skip.
-        python: Interpreter of the script; None for the one that a search would choose.
-        environ: Environment of launches; None for this process's.
-        nvml: NVML to query; None for the machine's.
-        ask: Queries torch and DeepSpeed.
+    ``python`` is the script's interpreter, by default that of a search. ``environ`` and ``nvml`` default to this
+    process's and the machine's; ``ask`` queries torch and DeepSpeed.
     """
     environ = os.environ if environ is None else environ
     gpus = find_gpus(environ=environ, nvml=nvml)
@@ -56,12 +53,12 @@ def examine(
         interpreter,
         *libraries.findings(result, gpus=gpus.count),
         *host_findings(output_dir=output_dir, environ=environ),
-        capabilities.launcher(result),
-        *capabilities.operators(result, gpus=gpus.count, environ=environ),
-        *capabilities.offloads(result, nvme=nvme_path, environ=environ),
+        libraries.launcher(result),
+        *libraries.operators(result, gpus=gpus.count, environ=environ),
+        *libraries.offloads(result, nvme=nvme_path, environ=environ),
     ]
     if nvme_path is not None:
-        findings.append(nvme.examine(nvme_path))
+        findings.append(drive_finding(nvme_path))
     if storage is not None:
         findings.append(examine_storage(storage))
     return findings
@@ -78,11 +75,7 @@ def _other_builds(torch_version: str) -> list[Finding]:
 
 
 def _interpreter(named: str | None) -> tuple[str, Finding]:
-    """Return the interpreter of launches and the finding on it.
-
-    Raises:
-        UsageError: If the named interpreter does not exist.
-    """
+    """Return the interpreter of launches and its finding; ``UsageError`` if the named one does not exist."""
     named = None if named is None else named_python(named)
     own = f"{sys.executable}: Python {platform.python_version()}"
     try:
@@ -117,3 +110,50 @@ def examine_storage(url: str) -> Finding:
         return finding_of("database", "storage", text, remedy, data=data, status=Status.FATAL)
     words = "it holds no study yet" if state is migrate.SchemaState.NEW else "its tables are those of this version"
     return finding_of("database", "storage", f"{shown} answers; {words}.", data=data)
+
+
+_ALLOCATION_WAIT_S = 120.0
+"""Longest wait for an allocation."""
+
+
+def examine_cluster(
+    engine: Engine, layout: Layout, *, files: dict[str, str], clock: Callable[[], float] = time.monotonic
+) -> list[Finding]:
+    """Return findings on the nodes of an allocation, which is released with its engine; ``files``: path -> digest."""
+    try:
+        engine.check(nodes=layout.nodes, slots=layout.gpus)
+        place = HeldPlace(engine, layout, files=files)
+        until = clock() + _ALLOCATION_WAIT_S
+        while place.stage not in (Stage.USABLE, Stage.LOST) and clock() < until:
+            for news in engine.news(0.2):
+                if news.place is place.place:
+                    place.note(news)
+            place.advance()
+        return list(_of_nodes(place, layout))
+    except DsatError as error:
+        return [finding_of("cluster", "nodes", str(error), status=Status.FATAL)]
+    finally:
+        engine.close()
+
+
+def _of_nodes(place: HeldPlace, layout: Layout) -> Iterator[Finding]:
+    held = place.place
+    if place.stage is Stage.LOST:
+        text = f"{held.name} was lost: {held.why}."
+        yield finding_of("cluster", "nodes", text, status=Status.FATAL)
+        return
+    if place.stage is not Stage.USABLE:
+        why = f" ({held.why})" if held.why else ""
+        text = f"{held.name} was not granted in {_ALLOCATION_WAIT_S:g} s{why}: its nodes were not looked at."
+        yield finding_of("cluster", "nodes", text, status=Status.PROBLEM)
+        return
+    for name, seen in place.nodes:
+        software = ", ".join(f"{package} {version}" for package, version in seen["versions"].items())
+        kinds = dict.fromkeys(seen["devices"])
+        what = f"{len(seen['devices'])} x {', '.join(kinds)}" if layout.kind == "cuda" else f"{layout.slots} CPU ranks"
+        text = f"{name}: {what}; {software}."
+        yield finding_of(
+            "cluster", name, text, data={"versions": dict(seen["versions"]), "devices": list(seen["devices"])}
+        )
+    meeting = f"Nodes meet at {place.address}." if layout.nodes > 1 else "A launch stays on one node."
+    yield finding_of("cluster", "network", meeting, data={"address": place.address})

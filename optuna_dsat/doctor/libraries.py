@@ -1,4 +1,4 @@
-"""Check torch and DeepSpeed of the script's environment, queried in a subprocess."""
+"""Check torch and DeepSpeed of the script's environment, queried in a subprocess: operators, offloads, launcher."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from optuna_dsat.doctor.finding import Finding, Status, finding_of
+from optuna_dsat.doctor.machine import compiler
+from optuna_dsat.launch.warm.server import can_fork
+from optuna_dsat.runtime.agent.operators import ASYNC_IO, COMMUNICATION, is_built, operator_name
 from optuna_dsat.script.interpreter import module_command, with_package
 from optuna_dsat.words import things_in_words
 
@@ -42,13 +47,7 @@ class Libraries:
 
 
 def ask(*, cpu: bool, python: str = sys.executable, environ: Mapping[str, str] | None = None) -> Libraries:
-    """Query versions and capabilities of torch and DeepSpeed in a subprocess.
-
-    Args:
-        cpu: Whether launches run on the CPU; DeepSpeed then does not look for GPUs.
-        python: Interpreter of the launches.
-        environ: Environment of the subprocess; None for this process's.
-    """
+    """Query versions and capabilities of torch and DeepSpeed in a subprocess with ``python``; ``cpu``: without GPUs."""
     base = dict(os.environ if environ is None else environ)
     if cpu:
         base.setdefault("DS_ACCELERATOR", "cpu")
@@ -60,11 +59,7 @@ def ask(*, cpu: bool, python: str = sys.executable, environ: Mapping[str, str] |
 def run_probe(module: str, *, python: str, environ: Mapping[str, str], given: Any = None) -> dict[str, Any]:
     """Return the JSON output of a module that imports torch and DeepSpeed; ``error`` if it ends without output.
 
-    Args:
-        module: The module, run in a separate process.
-        python: Its interpreter.
-        environ: Environment of the process.
-        given: JSON data for its stdin.
+    It is run by ``python`` in ``environ``, with ``given`` as JSON on its stdin.
     """
     try:
         done = subprocess.run(
@@ -86,12 +81,7 @@ def run_probe(module: str, *, python: str, environ: Mapping[str, str], given: An
 
 
 def findings(libraries: Libraries, *, gpus: int) -> Iterator[Finding]:
-    """Yield the findings on torch, DeepSpeed and the communication backend.
-
-    Args:
-        libraries: Results of the query.
-        gpus: Number of GPUs that launches would use; 0 for the CPU.
-    """
+    """Yield the findings on torch, DeepSpeed and the communication backend; ``gpus`` is 0 for the CPU."""
     yield _torch(libraries.torch, gpus)
     yield _deepspeed(libraries.deepspeed)
     if libraries.usable:
@@ -172,3 +162,113 @@ def _communication(torch: Mapping[str, Any], gpus: int) -> Finding:
     version = f" {torch['nccl_version']}" if gpus and torch.get("nccl_version") else ""
     words = f"NCCL{version}" if gpus else "gloo"
     return finding_of(_AREA, "communication", f"Ranks talk through {words}.", data=data)
+
+
+_USES = {
+    "CPUAdamBuilder": "Adam with the optimizer offloaded",
+    "FusedAdamBuilder": "Adam on the device",
+    ASYNC_IO: "offload to NVMe",
+    COMMUNICATION: "communication on the CPU",
+}
+"""Class of the builder -> use of its operator."""
+_WARM = (
+    "each is forked from a process that has torch, DeepSpeed and what the script imports ready, or is a torchrun of "
+    "its own where that turns out to be unsafe"
+)
+
+
+class BuildState(StrEnum):
+    """Availability of an operator of DeepSpeed."""
+
+    BUILT = "built"
+    CAN_BE = "can be built"
+    CANNOT = "cannot be built"
+
+
+def state_of(libraries: Libraries, builder: str, *, environ: Mapping[str, str]) -> tuple[BuildState, str]:
+    """Return the availability of a builder's operator in ``environ``, and the reason why it cannot be built."""
+    if libraries.is_installed(builder) or is_built(builder, environ):
+        return BuildState.BUILT, ""
+    compatible, why = libraries.operator(builder)
+    if not compatible:
+        return BuildState.CANNOT, why.strip().rstrip(".") or "DeepSpeed does not say why"
+    path, ninja = compiler(environ)
+    missing = [name for name, there in (("C++ compiler", path), ("ninja", ninja)) if not there]
+    if missing:
+        return BuildState.CANNOT, f"there is no {' and no '.join(missing)}"
+    return BuildState.CAN_BE, ""
+
+
+def operators(libraries: Libraries, *, gpus: int, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield a finding for each operator that launches on ``gpus`` (0: the CPU) may need."""
+    for builder, use in _USES.items() if libraries.usable else ():
+        if builder == COMMUNICATION and gpus:
+            continue
+        name = operator_name(builder)
+        state, why = state_of(libraries, builder, environ=environ)
+        text = f"{name} ({use}): {state.value}"
+        if state is BuildState.CAN_BE:
+            text += ", on first use, which takes 1 to 3 min"
+        text = f"{text}, because: {why}." if why else f"{text}."
+        yield finding_of(
+            "operators",
+            name,
+            text,
+            status=Status.NOTE if state is BuildState.CANNOT else Status.FINE,
+            data={"builder": builder, "state": state.value, "why_not": why},
+        )
+
+
+def offloads(libraries: Libraries, *, nvme: Path | None, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield the findings on each kind of offload; ``nvme`` is the folder for NVMe offload, if any."""
+    if not libraries.usable:
+        return
+    state, why = state_of(libraries, "CPUAdamBuilder", environ=environ)
+    reason = f" ({why.rstrip('.')})" if why else ""
+    text = (
+        f"Optimizer offload to the CPU can work (ZeRO 1 to 3): DeepSpeedCPUAdam {'is ' * state.startswith('b')}{state}."
+    )
+    remedy, data = "", dict[str, object](works=True)
+    if state is BuildState.CANNOT:
+        text = f"Optimizer offload to the CPU cannot use DeepSpeedCPUAdam, which cannot be built{reason}."
+        remedy = (
+            "Install a C++ compiler and ninja; on a GPU, the CUDA toolkit that torch was built with. Or let the "
+            'optimizer be torch\'s: "torch_adam": true in its params.'
+        )
+        data = {"works": False, "why_not": why}
+    yield finding_of("offload", "optimizer to the CPU", text, remedy, data=data)
+    text = "Parameter offload to the CPU can work (ZeRO 3)."
+    yield finding_of("offload", "parameters to the CPU", text, data={"works": True})
+
+    state, why = state_of(libraries, ASYNC_IO, environ=environ)
+    status, remedy = Status.NOTE if nvme is None else Status.FINE, ""
+    if state is BuildState.CANNOT:
+        reason = f" ({why.rstrip('.')})" if why else ""
+        text = f"Offload to NVMe cannot work: DeepSpeed's operator async_io cannot be built{reason}."
+        status, remedy = Status.NOTE if nvme is None else Status.PROBLEM, "apt install libaio-dev"
+    elif nvme is None:
+        text = "Offload to NVMe can work once there is a drive: --nvme-path FOLDER measures one."
+    else:
+        text = f"Offload to NVMe can work (ZeRO 3): search it with --nvme-path {nvme}."
+    works = state is not BuildState.CANNOT and nvme is not None
+    yield finding_of("offload", "to NVMe", text, remedy, status=status, data={"works": works, "why_not": why})
+
+
+def launcher(libraries: Libraries) -> Finding:
+    """Return the finding on the launcher that a search would use: the first usable of ``warm`` and ``torchrun``."""
+    torchrun = "torch cannot be imported" if "error" in libraries.torch else None
+    if torchrun is None and not libraries.torch["torchrun"]:
+        torchrun = "this build of torch has no torch.distributed.run"
+    warm = torchrun or (None if can_fork() else "it needs Linux 5.3 or newer")
+    why_not = {name: why for name, why in (("warm", warm), ("torchrun", torchrun)) if why is not None}
+    if torchrun is not None:
+        text = f"No launcher can work ({'; '.join(f'{name}: {why}' for name, why in why_not.items())})."
+        remedy = "Install torch with distributed training into the environment of your script."
+        return finding_of(
+            "launches", "launcher", text, remedy, status=Status.FATAL, data={"launcher": None, "why_not": why_not}
+        )
+    name, text = (
+        ("warm", _WARM) if warm is None else ("torchrun", "every launch is a torchrun of its own on this machine")
+    )
+    data = {"launcher": name, "why_not": why_not}
+    return finding_of("launches", "launcher", f"Launches go through {name}: {text}.", data=data)

@@ -1,4 +1,4 @@
-"""Check GPUs, memory, disks and compiler of this machine."""
+"""Check GPUs, memory, disks and compiler of this machine, and a folder for NVMe offload."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.isolation import why_no_overlay
 from optuna_dsat.launch.machine.devices import Device, Devices, cpu_devices, detect_devices, is_part
 from optuna_dsat.launch.machine.host import available_memory_bytes
+from optuna_dsat.launch.machine.nvme import SIZE_BYTES, file_system, measure
 from optuna_dsat.launch.machine.nvml import DeviceError, GpuUse, Nvml, NvmlError
 from optuna_dsat.launch.machine.owners import foreign_holders, users_in_words
 from optuna_dsat.runtime.agent.operators import extensions_dir
@@ -50,12 +51,7 @@ class Gpus:
 
 
 def find_gpus(*, environ: Mapping[str, str] | None = None, nvml: Nvml | None = None) -> Gpus:
-    """Return the devices that launches would use, detected as a search does.
-
-    Args:
-        environ: Environment to read; None for this process's.
-        nvml: NVML to query; None for the machine's.
-    """
+    """Return the devices that launches would use, detected as a search does, in this environment by default."""
     total = 0
     with contextlib.suppress(NvmlError):
         nvml = Nvml() if nvml is None else nvml
@@ -169,13 +165,7 @@ def _use_uncertainty(use: GpuUse) -> str:
 
 
 def host_findings(*, output_dir: Path, environ: Mapping[str, str], shm: Path = Path("/dev/shm")) -> Iterator[Finding]:
-    """Yield the findings on memory, shared memory, disks and compiler.
-
-    Args:
-        output_dir: Output directory of launches.
-        environ: Environment of launches.
-        shm: Mount point of shared memory.
-    """
+    """Yield the findings on memory, shared memory (mounted at ``shm``), disks and compiler."""
     yield _memory()
     if shm.is_dir():
         yield _shared_memory(shm)
@@ -266,3 +256,41 @@ def _compiler(environ: Mapping[str, str]) -> Finding:
     return finding_of(
         "host", "compiler", f"DeepSpeed's operators can be built: {result}, ninja; into {folder}", data=data
     )
+
+
+_SLOW_BYTES_PER_S = 10**9
+"""Speed below which a drive is reported as slow: NVMe drives read 2 to 7 GB/s, SATA SSDs 0.5, hard disks 0.2."""
+_IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
+_REMOTE = frozenset({"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "lustre", "beegfs"})
+
+
+def drive_finding(folder: Path, *, size_bytes: int = SIZE_BYTES) -> Finding:
+    """Return the finding on a folder for NVMe offload, including its measured speed."""
+    data: dict[str, object] = {"path": str(folder)}
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        text = f"{folder} is not a folder that can be written to."
+        remedy = "Give --nvme-path a folder on the drive that optimizer states and parameters shall be offloaded to."
+        return finding_of("offload", "nvme drive", text, remedy, data=data)
+    kind = file_system(folder)
+    try:
+        speed = measure(folder, size_bytes=size_bytes)
+    except OSError as error:
+        text = f"The speed of {folder} cannot be measured: {error.strerror}."
+        remedy = "Make room there, or give another folder."
+        return finding_of("offload", "nvme drive", text, remedy, data=data)
+    data |= {"file_system": kind, **vars(speed)}
+    text = (
+        f"{folder} ({kind or 'file system not known'}) reads {speed.read_bytes_per_s / 1e9:.2f} GB/s and writes "
+        f"{speed.write_bytes_per_s / 1e9:.2f} GB/s"
+    )
+    if not speed.direct:
+        text += "; the page cache could not be bypassed, so the drive itself may be slower"
+    remedy = ""
+    if kind in _IN_MEMORY:
+        remedy = "This folder lies in memory, not on a drive: offload to the CPU instead."
+    elif kind in _REMOTE:
+        remedy = "This folder lies on another machine: NVMe offload wants a drive of this one."
+    elif speed.read_bytes_per_s < _SLOW_BYTES_PER_S:
+        remedy = "Slower than an NVMe drive (2 to 7 GB/s): every step waits for it. Give a folder on a faster one."
+    status = Status.PROBLEM if remedy else Status.FINE
+    return finding_of("offload", "nvme drive", f"{text}.", remedy, data=data, status=status)

@@ -13,8 +13,7 @@ from optuna.trial import FrozenTrial
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.knobs import KNOBS, NVME
 from optuna_dsat.config.search_space import SearchSpace
-from optuna_dsat.cost.host_states import rank_host_parts
-from optuna_dsat.cost.memory import Hardware, ModelProfile, zero_settings
+from optuna_dsat.cost.memory import Hardware, ModelProfile, rank_host_parts, zero_settings
 from optuna_dsat.cost.memory_posterior import MemoryInputs
 from optuna_dsat.cost.numbers import Numbers
 from optuna_dsat.cost.step_time import PHASES, Columns
@@ -201,10 +200,7 @@ class CandidateTable:
         return self._index.get(lineage_key(params))
 
     def never_measured(self, rows: Numbers, measured: Numbers) -> Numbers:
-        """Return a mask of rows with ZeRO 3, an offload, or a flag's value that no measured row has.
-
-        Flags of a small expected effect do not count.
-        """
+        """Return a mask of rows with ZeRO 3, an offload or a flag's value (of large effect) that none measured has."""
         result: Numbers = (self.kinds[rows] > self.kinds[measured].max(axis=0, initial=0.0)).any(axis=1)
         for place, kernel in enumerate(self.knob_kernels):
             values = self.knobs[rows, place]
@@ -409,11 +405,7 @@ _tables: dict[str, CandidateTable] = {}
 def candidate_table(
     *, profile: ModelProfile, hardware: Hardware, config: Mapping[str, Any], space: SearchSpace
 ) -> CandidateTable:
-    """Return the table of a space, from a cache of recent tables if the arguments are equal.
-
-    Building the table of a large space takes a second, and a study often shares its space with the earlier study that
-    provides its prior knowledge.
-    """
+    """Return the table of a space, cached: it takes a second, and warm starts often share the space."""
     text = repr((profile, hardware, config, space))
     table = _tables.pop(text, None) or CandidateTable(profile=profile, hardware=hardware, config=config, space=space)
     _tables[text] = table  # the latest last

@@ -41,14 +41,10 @@ class Components:
     def of(
         cls, stages: Numbers, relatives: Numbers, structure: Numbers, knobs: Numbers, *, has_value: Sequence[Numbers]
     ) -> Components:
-        """Number the components of rows.
+        """Number the components of rows, by stage and structure (length rows), ``relatives`` and knobs.
 
-        Args:
-            stages: ZeRO stage of each row.
-            relatives: Index of each row's ZeRO stage and offloads, shape (rows, 3).
-            structure: Index of each row's structure, length rows.
-            knobs: Index of the value of each knob, shape (rows, knobs).
-            has_value: For each knob, whether each of its indices is a value (False if the knob is unset).
+        ``relatives`` are indices of ZeRO stage and offloads, shape (rows, 3), ``knobs`` of values, shape (rows, knobs);
+        ``has_value`` tells for each knob which of its indices is a value (False if the knob is unset).
         """
         columns: list[Numbers] = []
         priors: list[Numbers] = []
@@ -71,12 +67,9 @@ class Components:
 
 
 class Diagnosis:
-    """Posterior over faulty components, given failed and successful launches.
+    """Posterior over faulty components, given failed and successful launches and prior probabilities.
 
-    Args:
-        failed: Component numbers of each failed launch, shape (launches, k), padded with -1.
-        ran: Component numbers of each launch that ran, shape (launches, k).
-        priors: Prior probability that each component is faulty.
+    ``failed`` and ``ran`` are component numbers of each launch, shape (launches, k), padded with -1.
     """
 
     def __init__(self, failed: Numbers, ran: Numbers, *, priors: Numbers) -> None:
@@ -99,22 +92,16 @@ class Diagnosis:
         return float(self._weights @ self._sets[:, place]) if place < self._sets.shape[1] else 0.0
 
     def runs(self, components: Numbers) -> Numbers:
-        """Return for each launch the probability that none of its components is faulty.
-
-        Args:
-            components: Component numbers of each launch, shape (n, k), padded with -1.
-        """
+        """Return each launch's probability that no component is faulty; components (n, k), padded with -1."""
         shared = self._suspects_of(components).astype(np.float64) @ self._sets.T
         result: Numbers = (shared == 0) @ self._weights
         return result
 
 
 def _heaviest(failed: Numbers, log_odds: Numbers) -> tuple[Numbers, Numbers]:
-    """Return the sets of suspects that explain failures best, shape (sets, suspects), and the logs of their weights.
+    """Return sets of suspects that explain failures best, shape (sets, suspects), and the logs of their weights.
 
-    Args:
-        failed: Mask of the suspects of each failed launch, shape (launches, suspects).
-        log_odds: Prior log odds that each suspect is faulty.
+    ``failed`` masks the suspects of each failed launch, shape (launches, suspects); ``log_odds`` are their priors.
     """
     count = len(log_odds)
     keys = np.random.default_rng(0).integers(

@@ -37,11 +37,9 @@ class JointEstimate(Record):
             raise ValueError("means and covariances are finite numbers")
 
     def given(self, values: Mapping[int, Mapping[int, float]], *, noise: float, maximize: bool) -> JointEstimate:
-        """Return the distribution conditioned on launches in rounds, with an unknown effect of each round.
+        """Return the distribution conditioned on rounds (trial -> round -> metric), each with an unknown effect.
 
         Bayesian linear regression (Bishop 2006, section 3.3) with a flat prior on each round's effect.
-
-        ``values`` maps trial -> round -> metric; trials outside this distribution are ignored.
         """
         count, variance = len(self.numbers), max(noise, _LEAST_NOISE) ** 2
         precision, weighted = np.zeros((count, count)), np.zeros(count)

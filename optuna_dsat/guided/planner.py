@@ -35,7 +35,7 @@ If no single launch is worth its cost, long launches are skipped.
 A structure that was never measured waits for simpler ones that are predicted to be about as fast, and settings are
 refined once the structures that may win were measured (``optuna_dsat.guided.order``). A launch for a micro-batch near
 the edge of memory starts below it and climbs (``start_of_climb``). Each candidate has a reason in words
-(``optuna_dsat.guided.reasons``).
+(``optuna_dsat.guided.order``).
 
 A launch whose ranks wait for another trial measures configurations that differ in live settings only
 (``optuna_dsat.config.knobs``) without a start, and with less noise relative to its earlier measurements. Such a
@@ -65,14 +65,12 @@ from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION
 from optuna_dsat.cost.memory import estimate
 from optuna_dsat.cost.numbers import Numbers, descending
 from optuna_dsat.cost.step_time import ERROR, LogCoefficients
-from optuna_dsat.guided.acquisition import Acquisition, Prediction
+from optuna_dsat.guided.acquisition import Acquisition, Prediction, Prospects
 from optuna_dsat.guided.candidates import Observations
-from optuna_dsat.guided.memory import memory_posterior
-from optuna_dsat.guided.order import first_launched, start_of_climb
+from optuna_dsat.guided.order import first_launched, reason_of, start_of_climb
 from optuna_dsat.guided.posterior import DOUBTED_FORMULA, Posterior
 from optuna_dsat.guided.problem import Problem
-from optuna_dsat.guided.prospects import Prospects
-from optuna_dsat.guided.reasons import reason_of
+from optuna_dsat.guided.run_probability import memory_posterior
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.failures import structure_failures
 from optuna_dsat.trials.lineage import MICRO_BATCH, agrees, lineage_key
@@ -105,10 +103,7 @@ class Candidate:
 
 
 class GuidedPlanner:
-    """Decides which configuration to launch next.
-
-    The search ends below an expected relative improvement of the metric per launch of ``min_gain``.
-    """
+    """Decides what to launch next, until the expected relative gain per launch is below ``min_gain``."""
 
     def __init__(self, problem: Problem, *, min_gain: float = 0.0) -> None:
         self.problem = problem
@@ -136,12 +131,8 @@ class GuidedPlanner:
     ) -> tuple[Mapping[str, Any], int] | None:
         """Draw a lineage without trials with the probability that it contains the best configuration (Thompson 1933).
 
-        Before a metric was measured, return the lineage of the largest acquisition value.
-
-        ``hopeless`` contains structures (partial knobs) to draw only if no other is left.
-
-        Returns:
-            The knobs, and the micro-batch at which they were drawn; None if no lineage is left.
+        Return it with its micro-batch, None if none is left; before a metric was measured, that of the largest
+        acquisition value. ``hopeless`` structures (partial knobs) are drawn last.
         """
         posterior, observations = self._searched(trials)
         for avoided in (hopeless, ()):
@@ -196,11 +187,7 @@ class GuidedPlanner:
     def joint_posterior(
         self, trials: Sequence[FrozenTrial], numbers: Sequence[int]
     ) -> tuple[list[int], Numbers, Numbers]:
-        """Return the joint posterior of measured trials' log objectives, without noise.
-
-        Returns:
-            Numbers of the n requested trials that were measured and are in this space, means (n,), covariance (n, n).
-        """
+        """Return the noiseless joint posterior of log objectives: n trial numbers, means (n,), covariance (n, n)."""
         posterior = self._posterior(trials)
         known = [int(number) for number in posterior.measured.number]
         parts = [number for number in numbers if number in known]
@@ -210,11 +197,7 @@ class GuidedPlanner:
     def predict(
         self, trials: Sequence[FrozenTrial], configurations: Sequence[tuple[Mapping[str, Any], int]]
     ) -> list[Prediction | None]:
-        """Return the predictions for configurations given some trials.
-
-        Returns:
-            A prediction per configuration, None for configurations outside this space.
-        """
+        """Return a prediction per configuration given some trials; None for one outside this space."""
         queried = [(self.problem.table.row_index(params), size) for params, size in configurations]
         inside = [(row, size) for row, size in queried if row is not None]
         if not inside:
@@ -249,10 +232,7 @@ class GuidedPlanner:
         return math.sqrt(self._posterior(trials).residuals.noise_variance)
 
     def expected_peak(self, trials: Sequence[FrozenTrial], params: Mapping[str, Any], config: Mapping[str, Any]) -> int:
-        """Return the expected peak of a rank in bytes; outside this space, the formula's without measured errors.
-
-        ``params`` are the parameters of the configuration; empty outside the space.
-        """
+        """Return a rank's expected peak in bytes; without ``params``, outside the space, by the formula alone."""
         size = int(config[MICRO_BATCH])
         lineage = {name: value for name, value in params.items() if name != GRADIENT_ACCUMULATION}
         row = self.problem.table.row_index(lineage) if lineage else None
@@ -266,13 +246,7 @@ class GuidedPlanner:
     def formula(
         self, trials: Sequence[FrozenTrial], configurations: Sequence[tuple[Mapping[str, Any], int]]
     ) -> list[float] | None:
-        """Return the metric predicted by the fitted step-time formula alone, without measured residuals.
-
-        ``trials`` are the study's trials, to fit the formula to.
-
-        Returns:
-            None if a configuration is not in this space.
-        """
+        """Return the metric by the step-time formula fitted to the trials, without residuals; None outside."""
         rows = [self.problem.table.row_index(params) for params, _ in configurations]
         if None in rows:
             return None
@@ -290,15 +264,7 @@ class GuidedPlanner:
         larger_batch: int = 1,
         more_steps: float = 1,
     ) -> float:
-        """Return the predicted factor on samples per second of a change of batch sizes, regardless of memory.
-
-        Args:
-            trials: The study's trials.
-            row: Row of the lineage in the candidate table.
-            micro_batch: Current micro-batch.
-            larger_batch: Factor on the micro-batch.
-            more_steps: Factor on the accumulation steps.
-        """
+        """Return the predicted factor on samples/s of a change of batch sizes by factors, regardless of memory."""
         columns, fitted = self.problem.table.columns.take(np.array([row, row])), self.fitted_coefficients(trials)
         size = np.array([1.0, larger_batch]) * micro_batch
         steps = np.array([1.0, more_steps]) * self.problem.space.accumulation(micro_batch)

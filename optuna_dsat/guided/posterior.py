@@ -16,16 +16,15 @@ from optuna_dsat.cost.step_time import Timings
 from optuna_dsat.guided.acquisition import (
     Acquisition,
     Prediction,
+    Prospects,
     expected_improvement,
     heavy_tailed_improvement,
     learnt_spread,
 )
 from optuna_dsat.guided.candidates import Observations, rank_within
-from optuna_dsat.guided.memory import memory_posterior, most_informative
 from optuna_dsat.guided.problem import Problem
-from optuna_dsat.guided.prospects import Prospects
 from optuna_dsat.guided.residual_gp import Points, ResidualGP
-from optuna_dsat.guided.run_probability import RunProbability
+from optuna_dsat.guided.run_probability import RunProbability, memory_posterior, most_informative
 from optuna_dsat.guided.sizes import LEAST_GAIN, lacks_room, largest_size, paying_sizes, spread_sizes
 from optuna_dsat.metrics import LARGER_IS_BETTER
 
@@ -85,13 +84,9 @@ _FINE = tuple(2 ** (sixth / 6) for sixth in range(-6, 7))
 
 
 class Posterior:
-    """Posterior given a snapshot of a study's trials.
+    """Posterior given a snapshot of a study's trials; ``formula_error`` is relative, per phase.
 
-    Args:
-        problem: Model, machine, space and metric.
-        observations: The trials.
-        samples_limit: Largest number of samples per rank and step that the dataset allows; None if unknown.
-        formula_error: Relative error of the step-time formula, per phase.
+    ``samples_limit`` is the largest number per rank and step that the dataset allows; None if unknown.
     """
 
     def __init__(
@@ -345,10 +340,7 @@ class Posterior:
         return self._unused(rows[chosen], spread_sizes(edge[chosen]))
 
     def _neighbours(self) -> Numbers:
-        """Return the rows that differ in a single knob from the lineages of the best posterior means.
-
-        They reveal a knob's effect even if the formula predicts no effect.
-        """
+        """Return rows that differ in a single knob, whose effect the formula may miss, from the best lineages."""
         count = len(self.measured.row)
         order = descending(self.residuals.posterior_means[:count])
         best = list(dict.fromkeys(self.measured.row[order].tolist()))[:_NEIGHBOURED]
@@ -360,10 +352,7 @@ class Posterior:
         return np.flatnonzero(np.any(near, axis=0)) if near else np.zeros(0, dtype=np.int64)
 
     def _unused(self, rows: Numbers, wanted: Numbers) -> tuple[Numbers, Numbers]:
-        """Return the permitted configurations nearest to a request, without duplicates: rows and micro-batches.
-
-        ``wanted`` contains micro-batches of each, shape (n, k).
-        """
+        """Return the distinct permitted rows and micro-batches nearest to the wanted micro-batches, shape (n, k)."""
         sizes = self._problem.sizes
         index = self._problem.size_index(wanted)
         allowed = (sizes[index] < self._runs.smallest_too_large[rows][:, None]) & (sizes[index] <= self._largest)
@@ -405,10 +394,7 @@ class Posterior:
         return self.residuals.joint(self._points(rows, sizes.astype(np.float64), self._share(peak)))
 
     def acquisition(self, rows: Numbers, sizes: Numbers, *, over: float | None = None) -> Acquisition:
-        """Return the acquisition function at configurations.
-
-        ``over`` is the log objective to improve on; None for the incumbent (or its substitute).
-        """
+        """Return the acquisition function at configurations, over the incumbent or another log objective."""
         peak, fits = self._runs.fits(rows, sizes)
         new = self._points(rows, sizes.astype(np.float64), self._share(peak))
         mean, variance = self.residuals.predict(new)
@@ -447,10 +433,7 @@ class Posterior:
         return result
 
     def relative_costs(self, acquisition: Acquisition) -> Numbers:
-        """Return the cost of launches relative to the cost of the best; 0 before a metric was measured.
-
-        The best is the shortest launch of the configurations within ``LEAST_GAIN`` of the best metric.
-        """
+        """Return launches' cost over the shortest within ``LEAST_GAIN`` of the best; 0 before one was measured."""
         if self.incumbent is None:
             return np.zeros(len(acquisition.cost_s))
         means = self.residuals.posterior_means[self.rivals]
@@ -476,10 +459,7 @@ class Posterior:
         return result
 
     def prospects(self, rows: Numbers, sizes: Numbers) -> Prospects | None:
-        """Return the possible gain over the incumbent, None before a metric was measured.
-
-        It considers the most promising of some configurations and all measured configurations.
-        """
+        """Return the possible gain over the incumbent by promising and by all measured configs; None without any."""
         if self.incumbent is None:
             return None
         peak, fits = self._runs.fits(rows, sizes)

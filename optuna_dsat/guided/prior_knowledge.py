@@ -77,10 +77,7 @@ class PriorKnowledge(Record):
     def of(
         cls, fitted: LogCoefficients, *, studies: Sequence[str], same_model: bool, untold: Collection[str] = ()
     ) -> PriorKnowledge:
-        """Build from the coefficients fitted to the last of the studies.
-
-        ``same_model`` tells whether they trained the same model on the same machine.
-        """
+        """Build from the last study's fitted coefficients; ``same_model``: on the same model and machine."""
         parts = [index for index, name in enumerate(COEFFICIENTS) if name not in untold]
         return cls(
             studies=tuple(studies),

@@ -122,10 +122,7 @@ class Problem:
         return np.maximum(0, np.searchsorted(self.sizes, micro_batch, side="right") - 1)
 
     def log_objective(self, phases: Numbers, samples: Numbers) -> Numbers:
-        """Return the log objective of phases (4, ..., n): log of the metric, or of its inverse if it is minimized.
-
-        ``samples`` are the samples per rank and step.
-        """
+        """Return the log objective of phases (4, ..., n) of a step of ``samples`` per rank, inverse if minimized."""
         total = phases.sum(axis=0)
         if self.metric in LARGER_IS_BETTER:
             result: Numbers = np.log(self.work_per_sample * samples / total)

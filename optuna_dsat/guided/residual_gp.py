@@ -150,12 +150,9 @@ class Points:
 
 
 class ResidualGP:
-    """Posterior of the residuals given measurements.
+    """Posterior of residuals given the log objectives ``observed`` at the first of points, the rest running.
 
-    Args:
-        points: Measured configurations, followed by running configurations.
-        observed: Measured log objectives of the first ``len(observed)`` points.
-        kernels: Covariance of each knob's values at a variance of 1.
+    ``kernels`` are covariances of each knob's values at a variance of 1.
     """
 
     def __init__(self, points: Points, observed: Numbers, kernels: Sequence[Numbers]) -> None:
@@ -221,13 +218,7 @@ class ResidualGP:
         return new.log_objective + shared @ self.weights, covariance
 
     def structure_means(self, structure: Numbers, kinds: Numbers, effect: Numbers) -> Numbers:
-        """Return the posterior mean of the structures' part of the residual for n lineages.
-
-        Args:
-            structure: Index of each lineage's structure.
-            kinds: As in ``Points``, shape (n, 3).
-            effect: Predicted effect of each lineage's structure, as in ``Points``.
-        """
+        """Return the mean of the structures' part for n lineages; ``kinds`` (n, 3) and ``effect`` as in ``Points``."""
         points = self.points
         if not len(points.row):
             return np.zeros(len(structure))
@@ -240,13 +231,7 @@ class ResidualGP:
         )
 
     def knob_moments(self, structure: int, knobs: Numbers, effects: Numbers) -> tuple[Numbers, Numbers]:
-        """Return posterior mean and variance of the knobs' parts of the residual for n lineages of a structure.
-
-        Args:
-            structure: Index of the structure.
-            knobs: Index of each knob's value, shape (n, knobs).
-            effects: Predicted effect of each knob's value, as in ``Points``.
-        """
+        """Return mean and variance of the knobs' parts for n lineages of a structure; (n, knobs) as in ``Points``."""
         doubt = self.factors["doubt"] * _DOUBTED_KNOB**2
         shared = doubt * effects @ self.points.knob_effects.T
         variance = doubt * (effects**2).sum(axis=1)

@@ -54,10 +54,7 @@ def lacks_room(table: CandidateTable, measured: Numbers, edges: Numbers, rows: N
 
 
 def largest_size(problem: Problem, observations: Observations, *, samples_limit: int | None) -> int:
-    """Return the largest micro-batch that the dataset allows, within reach of the sizes that ran.
-
-    ``samples_limit`` is the largest number of samples per rank and step that the dataset allows; None if unknown.
-    """
+    """Return the largest micro-batch within reach of the sizes that ran, and within the samples per rank and step."""
     return min(_within_data(problem, samples_limit), _within_reach(problem, observations))
 
 
@@ -102,12 +99,7 @@ def outgrown_size(structure: Numbers, size: Numbers, mean: Numbers) -> float:
     """Return the largest measured micro-batch that a search has climbed past; 0 if there is none.
 
     At least twice the micro-batch gained ``LEAST_GAIN`` in the same structure, and the best configuration has at least
-    twice the micro-batch.
-
-    Args:
-        structure: Structure of each measured configuration.
-        size: Its micro-batch.
-        mean: Its posterior mean log objective.
+    twice the micro-batch. ``mean`` are posterior mean log objectives.
     """
     if not len(size):
         return 0.0

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from optuna_dsat.config.differences import live_changes
 from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH
-from optuna_dsat.config.live import live_changes
 from optuna_dsat.launch.classify import classify
 from optuna_dsat.launch.launch import Launch, WaitingLaunch
 from optuna_dsat.launch.machine.devices import Devices

@@ -34,19 +34,11 @@ def plan_script(
     network_gbit_per_s: float | None = None,
     on_notice: Callable[[str], None] = lambda _: None,
 ) -> Plan:
-    """Return the plan of a script, after a profile launch if no profile is stored.
+    """Return the plan of a script, after a profile launch, for which ``launcher`` is called, if none is stored.
 
-    Args:
-        spec: The script and its resources.
-        store: Store of profiles and studies.
-        device_names: Names of the devices, for the fingerprint.
-        launcher: Opens a launcher; called only for a profile launch.
-        on_attempt: Called before each attempt of the profile launch.
-        memory_margin: Share of the device's memory to leave free.
-        seq_length: Tokens per sample; None if unknown.
-        nodes: Number of hosts to plan for, all like this host; the profile launch runs on this host only.
-        network_gbit_per_s: Network bandwidth of a host; None if unknown.
-        on_notice: Called with the owner of the slots while the launch waits for them.
+    ``memory_margin`` is the share of the device's memory to leave free, ``seq_length`` the tokens per sample, ``nodes``
+    the hosts to plan for, all like this host, which runs the profile launch. ``on_notice`` is called with the owner of
+    the slots while the launch waits for them.
 
     Raises:
         DsatError: If the script fails, or does not fit in any configuration.

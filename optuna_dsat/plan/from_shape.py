@@ -80,12 +80,8 @@ def plan_shape(
 ) -> Plan:
     """Return the plan of a transformer on a machine.
 
-    Args:
-        shape: The transformer.
-        machine: The machine.
-        config: A DeepSpeed config; None for AdamW in the half precision supported by the GPU's tensor cores.
-        memory_margin: Share of the device's memory to leave free.
-        nvme_path: Folder on NVMe that exists on every host; None without NVMe.
+    ``config`` defaults to AdamW in the half precision of the GPU's tensor cores. ``memory_margin`` is the share of the
+    device's memory to leave free; ``nvme_path`` a folder on every host's NVMe.
     """
     gpu = machine.gpu
     if config is None:

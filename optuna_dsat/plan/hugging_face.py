@@ -12,8 +12,7 @@ from typing import Any
 
 from optuna_dsat.config.documents import as_written, checked, read_document
 from optuna_dsat.errors import UsageError
-from optuna_dsat.plan.families import FAMILIES, Family
-from optuna_dsat.plan.known_models import KNOWN_MODELS
+from optuna_dsat.plan.families import FAMILIES, KNOWN_MODELS, Family
 from optuna_dsat.plan.transformer import Recompute, TransformerShape
 
 _CONFIG = "config.json"
@@ -36,11 +35,7 @@ class _Reader:
     missing: list[str] = field(default_factory=list)
 
     def size(self, *names: str, default: int | None = None) -> int:
-        """Return the value of the first existing key, else the default; without either, record the key and return 1.
-
-        Raises:
-            UsageError: If the value is not a whole number above 0.
-        """
+        """Return the first existing key's value (``UsageError`` if not above 0), or the default, or 1 if none."""
         result = self.maybe(*names)
         if result is not None:
             return result
@@ -67,11 +62,7 @@ class _Reader:
 
 
 def find_config(given: Path) -> Path:
-    """Return the ``config.json`` given as a file, as a model's folder, or as a model id in the cache.
-
-    Raises:
-        UsageError: If it does not exist.
-    """
+    """Return ``config.json``: a file, of a model's folder, of a cached model id; ``UsageError`` without any."""
     if given.is_dir():
         if not (given / _CONFIG).is_file():
             raise UsageError(f"--model is {given}, a folder without {_CONFIG}.")
@@ -208,12 +199,7 @@ def _load(path: Path) -> Mapping[str, Any]:
 
 
 class _Model:
-    """Sizes and parameters of a model by its config.
-
-    Args:
-        kind: Key of ``FAMILIES``.
-        reader: Reads the config.
-    """
+    """Sizes and parameters of a model by its config; ``kind`` is a key of ``FAMILIES``."""
 
     def __init__(self, kind: str, reader: _Reader) -> None:
         self.reader = reader

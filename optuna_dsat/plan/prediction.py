@@ -100,13 +100,7 @@ def step_time_model(subject: Subject) -> StepTimeModel:
 def predict_steps(
     subject: Subject, configs: Sequence[Mapping[str, Any]], micro_batches: Sequence[int]
 ) -> list[StepPrediction]:
-    """Return the predicted steps of configs at micro-batches.
-
-    Args:
-        subject: Model and machine.
-        configs: Complete DeepSpeed configs; their micro-batches are ignored.
-        micro_batches: Samples per rank and forward pass, one for each config.
-    """
+    """Return the predicted steps of complete configs, each at its micro-batch, in samples per rank and forward pass."""
     if not configs:
         return []
     model = step_time_model(subject)

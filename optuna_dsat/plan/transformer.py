@@ -208,11 +208,7 @@ class TransformerShape:
         }
 
     def layer_bytes(self, *, element: int = 2) -> int:
-        """Return the bytes per sample that a layer stores for the backward pass without recomputation.
-
-        Args:
-            element: Bytes of an activation.
-        """
+        """Return the bytes per sample that a layer stores for the backward pass, ``element`` for an activation."""
         scale = element / 2
         s, h = self.seq_length, self.hidden
         masks = 1 if self.dropout else 0
@@ -235,10 +231,7 @@ class TransformerShape:
         return rows * self.seq_length * (scale * 4 + (1 if self.dropout else 0))
 
     def kept_bytes(self, *, element: int = 2) -> int:
-        """Return the bytes per sample of all layers' activations at the end of the forward pass.
-
-        Logits and loss are not included: see ``activation_bytes``.
-        """
+        """Return the bytes per sample of all layers' activations after the forward pass, without logits and loss."""
         s, h, scale = self.seq_length, self.hidden, element / 2
         each = round(scale * 2 * s * h) if self.recompute == "full" else self.layer_bytes(element=element)
         crossed = 0 if self.recompute == "full" else round(self.cross_layers * self._attention_bytes(element))
@@ -259,11 +252,7 @@ class TransformerShape:
 def shape_of(
     *, params: int, hidden: int | None, layers: int | None, heads: int | None, **others: object
 ) -> TransformerShape:
-    """Return a shape with missing numbers derived from the others: 12 L h^2 parameters, heads of 128.
-
-    Raises:
-        UsageError: If the numbers cannot belong to a transformer.
-    """
+    """Return a shape, missing numbers derived: 12 L h^2 parameters, heads of 128; ``UsageError`` if impossible."""
     if params < 1:
         raise UsageError(f"--params is {params}; it must be at least 1.")
     if hidden is None:

@@ -1,16 +1,25 @@
-"""Facts of a study shared by its notes and its HTML report."""
+"""Facts of a study shared by its pages and notes: outcomes, memory of each structure, time of a whole training."""
 
 from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
+from optuna.trial import FrozenTrial
+
+from optuna_dsat.config import ds_config
+from optuna_dsat.config.structures import STRUCTURES, Structure
+from optuna_dsat.cost import memory
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.secrecy.references import shell_join, without_secrets
 from optuna_dsat.study.result import StudyResult
+from optuna_dsat.study.space import epoch_samples, hardware_of
+from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.trials import attributes
+from optuna_dsat.trials.lineage import MICRO_BATCH, Feasibility, feasibility
 from optuna_dsat.words import bytes_in_words, outcomes_in_words, slot_name, things_in_words
 
 MEANING: Mapping[Outcome, tuple[str, str]] = {
@@ -96,8 +105,131 @@ def fruitless_in_words(view: StudyView) -> str:
 
 
 def cli_command(view: StudyView, name: str, *arguments: object) -> str:
-    """Return a command line of optuna-dsat for the study.
-
-    ``name`` is the command, such as ``resume``.
-    """
+    """Return a command line of optuna-dsat for the study; ``name`` is the command, such as ``resume``."""
     return shlex.join(["optuna-dsat", name, view.spec.name, "--storage", view.storage_url, *map(str, arguments)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryRow:
+    """Predicted and observed memory of a structure with the user's other settings."""
+
+    words: str
+    """Description of the structure."""
+    device_bytes: int
+    """Peak of a rank at micro-batch 1, by the formulas, without correction by launches."""
+    host_bytes: int
+    """Memory of a host at micro-batch 1, likewise."""
+    ran: int | None
+    """Largest micro-batch that ran, or None."""
+    too_large: int | None
+    """Smallest micro-batch that ran out of memory, or None."""
+
+
+def memory_table(view: StudyView) -> tuple[MemoryRow, ...]:
+    """Return a row for each structure at the study's ZeRO stages; empty before the end of the profile launch."""
+    if view.profiled is None:
+        return ()
+    tried, base = _tried(view.trials), ds_config.effective(view.spec.ds_config)
+    profile, hardware = view.profiled.profile, hardware_of(view.spec, view.profiled)
+    swap_settings = memory.swap_settings(profile, base, hardware)
+    rows = []
+    for structure in _structures(view.spec):
+        fits, too_large = tried.get(structure, ([], []))
+        zero = structure.zero_section(nvme_path=view.spec.nvme_folder, swap_settings=swap_settings)
+        config = ds_config.merge(base, {ds_config.ZERO: zero})
+        predicted = memory.estimate(profile, config, micro_batch=1, hardware=hardware)
+        rows.append(
+            MemoryRow(
+                words=structure.words,
+                device_bytes=predicted.device_bytes,
+                host_bytes=predicted.host_bytes,
+                ran=max(fits, default=None),
+                too_large=min(too_large, default=None),
+            )
+        )
+    return tuple(rows)
+
+
+def _structures(spec: StudySpec) -> Iterator[Structure]:
+    """Yield the structures of the study's stages; at ZeRO 3, as DeepSpeed has it, NVMe offload follows."""
+    for stage in sorted(set(spec.stages)):
+        of_stage = [structure for structure in STRUCTURES if structure.stage == stage]
+        yield from of_stage
+        if stage == 3 and spec.nvme_path is not None:
+            yield from (structure.on_nvme() for structure in of_stage if structure.offloads)
+
+
+def _tried(trials: Sequence[FrozenTrial]) -> Mapping[Structure, tuple[list[int], list[int]]]:
+    """Return structure -> (micro-batches that fitted, micro-batches that ran out of memory)."""
+    result: dict[Structure, tuple[list[int], list[int]]] = {}
+    for trial in trials:
+        config = trial.user_attrs.get(attributes.CONFIG)
+        if config is None:
+            continue
+        fits, too_large = result.setdefault(Structure.of(config), ([], []))
+        shown = feasibility(trial)
+        if shown is Feasibility.FITS:
+            fits.append(int(config[MICRO_BATCH]))
+        elif shown is Feasibility.TOO_LARGE:
+            too_large.append(int(config[MICRO_BATCH]))
+    return result
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A whole training as described by the user."""
+
+    epochs: float = 1.0
+    price_per_gpu_hour: float | None = None
+    """In any currency; None if not given."""
+    dataset_size: int | None = None
+    """Samples of the training data; None for the study's number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingTime:
+    """Time of a whole training with the user's own config and with the result."""
+
+    samples: int
+    """Samples of the training data."""
+    epochs: float
+    slots: int
+    """Devices of the training."""
+    own_s: float
+    best_s: float
+    price_per_gpu_hour: float | None
+
+    @property
+    def saved_slot_hours(self) -> float:
+        """Device hours saved by the result, over all devices."""
+        return (self.own_s - self.best_s) * self.slots / 3600
+
+    @property
+    def price(self) -> float | None:
+        """Cost of the training with the result; None without a price."""
+        hours = self.best_s * self.slots / 3600
+        return None if self.price_per_gpu_hour is None else hours * self.price_per_gpu_hour
+
+    @property
+    def saved_price(self) -> float | None:
+        """Price of the saved device hours; None without a price per hour."""
+        return None if self.price_per_gpu_hour is None else self.saved_slot_hours * self.price_per_gpu_hour
+
+
+def training_times(view: StudyView, training: Training) -> TrainingTime | None:
+    """Return the time of a training on as many samples with both configs; None if these or a speed are unknown."""
+    samples = training.dataset_size or epoch_samples(view.spec, view.profiled)
+    if samples is None or view.best is None or view.baseline is None:
+        return None
+    own, best = view.baseline.samples_per_s, view.best.samples_per_s
+    if not own or not best:
+        return None
+    total = samples * training.epochs
+    return TrainingTime(
+        samples=samples,
+        epochs=training.epochs,
+        slots=view.spec.slots_per_trial,
+        own_s=total / own,
+        best_s=total / best,
+        price_per_gpu_hour=training.price_per_gpu_hour,
+    )

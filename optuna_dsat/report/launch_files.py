@@ -35,10 +35,7 @@ class FileLink:
 
 
 def file_of(folder: Path, launch_id: str, name: str) -> Path | None:
-    """Return the path of a launch's config or log; None for other names, links out of the folder and missing files.
-
-    ``name`` is the file's name, such as ``rank0.stderr.log``.
-    """
+    """Return a launch's config or log by its file's name; None for other names, links out of the folder, no file."""
     is_log = _LOG.fullmatch(name) is not None
     if not is_launch_id(launch_id) or not (is_log or name == _CONFIG):
         return None

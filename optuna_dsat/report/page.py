@@ -25,18 +25,18 @@ from optuna_dsat.report.cards import answers_of, cards_of
 from optuna_dsat.report.explain.why import why_of
 from optuna_dsat.report.facts import (
     MEANING,
+    Training,
     advice_on,
     cli_command,
     fruitless_in_words,
+    memory_table,
     outcome_counts,
     ranks_of_a_launch,
     script_command_line,
     versions,
 )
 from optuna_dsat.report.launch_files import Links
-from optuna_dsat.report.memory_table import memory_table
 from optuna_dsat.report.template import page_text
-from optuna_dsat.report.training import Training
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.secrecy.references import hidden_command
 from optuna_dsat.secrecy.shapes import hidden_data
@@ -107,21 +107,13 @@ _SECTIONS: tuple[tuple[str, str, str, Callable[[StudyView], go.Figure]], ...] = 
 
 
 def render(view: StudyView, *, links: Links | None = None, training: Training | None = None) -> str:
-    """Return the report of a study as the text of an HTML file.
-
-    Raises:
-        UsageError: If plotly is not installed.
-    """
+    """Return the report of a study as the text of an HTML file; ``UsageError`` if plotly is not installed."""
     values = page_values(view, links=links, training=training or Training())
     return page_text("report.html", title=f"{view.spec.name}: report of optuna-dsat", **values)
 
 
 def page_values(view: StudyView, *, links: Links | None, training: Training) -> dict[str, Any]:
-    """Return the variables of the templates that show a study.
-
-    Raises:
-        UsageError: If plotly is not installed.
-    """
+    """Return the variables of the templates that show a study; ``UsageError`` if plotly is not installed."""
     figures.require_plotly()
     values = _facts(view, links, training)
     tables = {"finalists": values["contenders"] or values["unconfirmed"], "memory": values["memory_rows"]}
@@ -210,10 +202,7 @@ def _config(id: str, name: str, heading: str, of: StudyResult | SameBatch, own: 
 
 
 def diff_lines(own: Mapping[str, Any], best: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the lines of two configs as JSON: (``del``, ``ins`` or an empty text, line).
-
-    The lines without ``del`` are ``best`` as ``json.dumps`` writes it.
-    """
+    """Yield the lines of two configs as JSON, as (``del``, ``ins`` or an empty text, line)."""
     before, after = (json.dumps(config, indent=2).splitlines() for config in (_ordered(own, best), best))
     old, new = ([line.rstrip(",") for line in lines] for lines in (before, after))
     for tag, begin, end, first, last in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():

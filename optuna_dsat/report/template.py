@@ -40,10 +40,7 @@ _QUOTED = re.compile(r"`([^`\n]+)`")
 
 
 def _prose(text: str) -> Any:
-    """Return escaped text, with text in backticks as code.
-
-    Option names are not wrapped: browsers otherwise break lines after hyphens.
-    """
+    """Return escaped text, text in backticks as code, option names unbroken: browsers break after hyphens."""
     from markupsafe import Markup, escape
 
     whole, code = Markup('<span class="word">{}</span>'), Markup("<code>{}</code>")
@@ -63,10 +60,7 @@ def asset(name: str) -> str:
 
 
 def page_text(template: str, *, title: str, has_figures: bool, policy: str = FILE_POLICY, **values: Any) -> str:
-    """Return a page or a part of a page as text.
-
-    ``policy`` is the content security policy stated in the page; empty if the server sends it.
-    """
+    """Return a page or a part of it as text; ``policy`` is empty if the server sends it."""
     from markupsafe import Markup
 
     return str(

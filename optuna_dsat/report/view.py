@@ -10,7 +10,7 @@ from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
-from optuna_dsat.cost.utilisation import utilisation
+from optuna_dsat.cost.gpus import utilisation
 from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.store import Store, StoredLaunch
 from optuna_dsat.study.confirm.measured import Measured
@@ -100,12 +100,7 @@ def end_reason_of(study: Mapping[str, Any]) -> str | None:
 
 
 def read_view(store: Store, name: str) -> StudyView:
-    """Read a study from the store.
-
-    Raises:
-        UsageError: If the study does not exist; lists the existing studies.
-        UnreadableStudyError: If this version cannot read a part of the study.
-    """
+    """Read a study from the store; errors as ``read_stored``."""
     stored = read_stored(store, name)
     record = stored.record
     launches = read_launches(store, record)

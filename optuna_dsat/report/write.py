@@ -1,18 +1,50 @@
-"""Writes reports and comparisons of studies to files."""
+"""Write a study's report, or several studies side by side, to a file.
+
+Studies side by side were not measured in common rounds, so ratios between them have no interval.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from optuna_dsat.config import ds_config
 from optuna_dsat.errors import UsageError
-from optuna_dsat.report.compare import render_comparison
+from optuna_dsat.metrics import shares_of_linear, speed_up
+from optuna_dsat.report import figures
+from optuna_dsat.report.cards import account
+from optuna_dsat.report.facts import (
+    Training,
+    fruitless_in_words,
+    ranks_of_a_launch,
+    script_command_line,
+    training_times,
+)
+from optuna_dsat.report.figures import ComparedStudy
 from optuna_dsat.report.launch_files import Links
-from optuna_dsat.report.page import render
-from optuna_dsat.report.training import Training
+from optuna_dsat.report.page import figure_section, render
+from optuna_dsat.report.template import page_text
 from optuna_dsat.report.view import StudyView, read_view
 from optuna_dsat.runtime.files import write_output
+from optuna_dsat.secrecy.shapes import hidden_data
 from optuna_dsat.store import Store
+from optuna_dsat.study.config_changes import shown_settings
+from optuna_dsat.study.confirm.measured import Measured
+from optuna_dsat.study.confirm.words import how_known
+from optuna_dsat.trials import attributes
+from optuna_dsat.words import (
+    bytes_in_words,
+    date_in_words,
+    duration_in_words,
+    metric_in_words,
+    params_in_words,
+    slot_name,
+    slot_time_in_words,
+    times_in_words,
+)
 
 COMPARISON = "comparison.html"
 """Default name of a comparison, in the working directory."""
@@ -29,9 +61,7 @@ def is_report(text: str) -> bool:
 
 
 def write_report(store: Store, name: str, path: Path | None = None, *, training: Training | None = None) -> Path:
-    """Write the report of a study's current state and return the file; replaces an existing file.
-
-    ``path`` is the HTML file; None for ``default_path``.
+    """Write the report of a study's current state, in place of an existing file; return the file.
 
     Raises:
         UsageError: If the study does not exist, the file cannot be written, or plotly is not installed.
@@ -43,9 +73,7 @@ def write_report(store: Store, name: str, path: Path | None = None, *, training:
 
 
 def write_comparison(views: Sequence[StudyView], path: Path | None = None, *, training: Training | None = None) -> Path:
-    """Write several studies side by side and return the file; replaces an existing file.
-
-    ``path`` is the HTML file; None for ``COMPARISON`` in the working directory.
+    """Write several studies side by side, in place of an existing file; return the file.
 
     Raises:
         UsageError: If there are fewer than two studies, the file cannot be written, or plotly is not installed.
@@ -59,3 +87,235 @@ def _write(target: Path, text: str) -> Path:
     except OSError as error:
         raise UsageError(f"{target} cannot be written: {error.strerror}. Choose another file with -o.") from None
     return target
+
+
+_TOO_FEW = "A comparison takes at least two studies."
+_CAVEAT = (
+    "These studies were not measured in common rounds: a ratio between two of them holds if nothing else differed, and "
+    "has no interval. What was tuned, on what, and with which versions stands below."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A fact of all studies."""
+
+    name: str
+    cells: tuple[str, ...]
+    """Values by study; empty if unknown."""
+
+    @property
+    def differs(self) -> bool:
+        """Whether the studies differ in this fact."""
+        return len(set(self.cells)) > 1
+
+
+def render_comparison(views: Sequence[StudyView], *, training: Training | None = None) -> str:
+    """Return several studies side by side as HTML; ``UsageError`` for fewer than two, or without plotly."""
+    if len(views) < 2:
+        raise UsageError(_TOO_FEW)
+    figures.require_plotly()
+    names = _names(views)
+    shown = [_figures_of(name, view) for name, view in zip(names, views, strict=True)]
+    sections = [
+        figure_section(
+            id="results",
+            heading="Speed",
+            lead="Samples per second over all devices.",
+            figure=figures.comparison_figure(shown),
+        ),
+        figure_section(
+            id="course",
+            heading="How they came to them",
+            lead="The best of the search so far, over the time since each study's first launch.",
+            figure=figures.course_figure(shown),
+        ),
+    ]
+    sections = [section for section in sections if section.figure is not None]
+    return page_text(
+        "compare.html",
+        title=f"{' and '.join(names[:3])}{' and more' if len(names) > 3 else ''}: side by side",
+        has_figures=bool(sections),
+        names=names,
+        caveat=_CAVEAT,
+        result_rows=rows_of(views, training=training),
+        tuned_rows=_tuned_rows(views),
+        setting_rows=setting_rows(views),
+        sections=sections,
+        made=time.strftime("%Y-%m-%d %H:%M"),
+    )
+
+
+def _names(views: Sequence[StudyView]) -> list[str]:
+    """Return the studies' names, with their databases if a name is not unique."""
+    names = [view.spec.name for view in views]
+    return [
+        name if names.count(name) == 1 else f"{name} ({view.storage_url})"
+        for name, view in zip(names, views, strict=True)
+    ]
+
+
+def _figures_of(name: str, view: StudyView) -> ComparedStudy:
+    return ComparedStudy(
+        name=name,
+        best=None if view.best is None else view.best.samples_per_s,
+        own=None if view.baseline is None else view.baseline.samples_per_s,
+        course=tuple(_course(view)),
+    )
+
+
+def _is_sweep(views: Sequence[StudyView]) -> bool:
+    """Whether the studies search the same script at different numbers of devices of the same kind."""
+    counts = {view.spec.slots_per_trial for view in views}
+    kinds = {view.spec.device for view in views}
+    names = {view.profiled.profile.device_name for view in views if view.profiled is not None}
+    scripts = {script_command_line(view) for view in views}
+    return len(counts) == len(views) and len(kinds) == len(scripts) == 1 and len(names) <= 1
+
+
+def _course(view: StudyView) -> Iterator[tuple[float, float]]:
+    """Yield (seconds since the first launch, best samples/s so far) at each improvement and at the last launch."""
+    if not view.launches:
+        return
+    rates = {
+        trial.number: (trial.user_attrs.get(attributes.METRICS) or {}).get("throughput") for trial in view.measured
+    }
+    began, best = min(row.report.started_at for row in view.launches), 0.0
+    ends = [
+        (row.report.started_at + row.report.held_s, rates.get(row.trial_number))
+        for row in view.launches
+        if row.purpose == "trial" and row.trial_number is not None
+    ]
+    ends.sort(key=lambda item: item[0])
+    for place, (end, rate) in enumerate(ends, start=1):
+        if (rate or 0.0) > best or (best > 0 and place == len(ends)):
+            best = max(best, rate or 0.0)
+            yield end - began, best
+
+
+def rows_of(views: Sequence[StudyView], *, training: Training | None = None) -> list[Row]:
+    """Return the facts of the studies' results, except facts unknown for all; speeds also relative to the first's."""
+    rates = [None if view.best is None else view.best.samples_per_s for view in views]
+    ratios = [speed_up(rate, rates[0], maximize=True) for rate in rates]
+    if not any(ratios[1:]):
+        ratios = [None] * len(views)
+    shares = _efficiencies(views) if _is_sweep(views) else [""] * len(views)
+    kinds = {slot_name(view.spec.device) for view in views}
+    each = f"speed per {kinds.pop() if len(kinds) == 1 else 'rank'}"
+    return _rows(
+        [
+            _result(view, training or Training(), ratio=ratio, share=share, each=each)
+            for view, ratio, share in zip(views, ratios, shares, strict=True)
+        ]
+    )
+
+
+def _result(view: StudyView, training: Training, *, ratio: float | None, share: str, each: str) -> dict[str, str]:
+    """Return the facts of a study's result; unknown facts are empty."""
+    best = view.best
+    rate = None if best is None else best.samples_per_s
+    tokens = None if best is None else best.metrics.get("tokens_per_s")
+    step_s = None if best is None else best.step_s
+    utilisation = None if best is None else view.utilisation(best)
+    epochs = "an epoch" if training.epochs == 1 else f"{training.epochs:g} epochs"
+    return {
+        "configuration": "" if best is None else best.words,
+        "speed": metric_in_words("throughput", rate) if rate else "",
+        "times the first": "" if ratio is None else f"{times_in_words(ratio)}\u00d7",
+        each: metric_in_words("throughput", rate / view.spec.slots_per_trial) if rate else "",
+        "scaling": share,
+        "tokens": metric_in_words("tokens_per_s", tokens) if tokens else "",
+        "one step": metric_in_words("latency", step_s) if step_s else "",
+        "global batch": "" if best is None else str(best.train_batch_size),
+        "peak memory": bytes_in_words(best.peak_bytes) if best is not None and best.peak_bytes else "",
+        "MFU": "" if utilisation is None else f"{utilisation:.1%}",
+        "your config": ""
+        if view.baseline is None or not view.baseline.samples_per_s
+        else metric_in_words("throughput", view.baseline.samples_per_s),
+        "speed-up over it": _speed_up_words(best),
+        "how it is known": "" if view.verdict is None else how_known(view.verdict),
+        epochs: _training_words(view, training),
+    }
+
+
+def _training_words(view: StudyView, training: Training) -> str:
+    times = training_times(view, training)
+    if times is None:
+        return ""
+    takes, hours = duration_in_words(times.best_s), times.saved_slot_hours
+    if not hours:  # the result is the user's own config
+        return takes if times.price is None else f"{takes} ({times.price:,.2f})"
+    saved = f"{slot_time_in_words(abs(hours) * 3600, view.spec.device)} {'saved' if hours > 0 else 'more'}"
+    price = "" if times.saved_price is None else f", {abs(times.saved_price):,.2f}"
+    return f"{takes} ({saved}{price})"
+
+
+def _speed_up_words(best: Measured | None) -> str:
+    if best is None or best.is_user_config or best.speed_up is None:
+        return "none" if best is not None and best.is_user_config else ""
+    ratio = best.speed_up
+    if ratio.low is None or ratio.high is None:
+        return f"{times_in_words(ratio.value)}\u00d7 (by the search)"
+    return f"{times_in_words(ratio.value)}\u00d7 ({times_in_words(ratio.low)} to {times_in_words(ratio.high)})"
+
+
+def _efficiencies(views: Sequence[StudyView]) -> list[str]:
+    """Return the share of linear scaling at each study's number of devices; empty if nothing was measured."""
+    ordered = sorted(views, key=lambda view: view.spec.slots_per_trial)
+    rates = [None if view.best is None else view.best.samples_per_s for view in ordered]
+    counts = [view.spec.slots_per_trial for view in ordered]
+    each = [None if rate is None else rate / count for rate, count in zip(rates, counts, strict=True)]
+    shares = dict(zip(counts, shares_of_linear(each), strict=True))
+    result = (shares[view.spec.slots_per_trial] for view in views)
+    return ["" if share is None else f"{share:.0%}" for share in result]
+
+
+def _tuned_rows(views: Sequence[StudyView]) -> list[Row]:
+    libraries = sorted({name for view in views for name in view.record.versions})
+    versions = [{name: str(view.record.versions.get(name, "")) for name in libraries} for view in views]
+    return _rows([_tuned(view) | version for view, version in zip(views, versions, strict=True)])
+
+
+def _tuned(view: StudyView) -> dict[str, str]:
+    """Return what a study tuned; unknown facts are empty."""
+    model = device = ""
+    if view.profiled is not None:
+        profile = view.profiled.profile
+        model = f"{params_in_words(profile.params)} parameters"
+        device = f"{profile.device_name or view.profiled.device}, {bytes_in_words(profile.device_memory_bytes)}"
+    ended = "no" if view.end_reason is None else view.end_reason or "yes"
+    return {
+        "script": script_command_line(view),
+        "model": model,
+        "device": device,
+        "one launch": ranks_of_a_launch(view),
+        "method": view.spec.method,
+        "metric": view.metric,
+        "launches": f"{view.launches_used} of {view.spec.max_trials}",
+        "time of the search": duration_in_words(account(view.launches).wall_s),
+        "ended": fruitless_in_words(view) if view.is_fruitless else ended,
+        "begun": date_in_words(view.record.created_at),
+        "database": view.storage_url,
+    }
+
+
+def _rows(facts: Sequence[Mapping[str, str]]) -> list[Row]:
+    """Return a row for each fact that is known for any study; all studies have the same facts."""
+    rows = [Row(name=name, cells=tuple(of_study[name] for of_study in facts)) for name in facts[0]]
+    return [row for row in rows if any(row.cells)]
+
+
+def setting_rows(views: Sequence[StudyView]) -> list[Row]:
+    """Return the settings in which the best configs differ, by dotted keys; a missing setting is empty."""
+    result = [_settings(view) for view in views]
+    known = [settings for settings in result if settings]
+    keys = sorted({key for settings in known for key in settings})
+    differing = [key for key in keys if len({settings.get(key, "") for settings in known}) > 1]
+    return [Row(name=key, cells=tuple(item.get(key, "") for item in result)) for key in differing]
+
+
+def _settings(view: StudyView) -> Mapping[str, str]:
+    if view.best is None:
+        return {}
+    config: dict[str, Any] = hidden_data(ds_config.effective(view.complete_config(view.best.trial)))
+    return shown_settings(config)

@@ -37,11 +37,9 @@ _QUOTE = "'\\''"
 
 
 def best_settings(spec: StudySpec, config: Mapping[str, Any], directory: Path) -> SettingsCopy | None:
-    """Return the copy of the script's settings file with a config's batch size and path; None without any.
+    """Return the copy, in ``directory``, of the script's settings file with a config's batch size and path.
 
-    If the file, or a section of it, is the script's DeepSpeed config, it is replaced with the config.
-
-    ``directory`` is the folder of the copy, which also contains ``best_ds_config.json``.
+    None without any. If the file, or a section of it, is the script's DeepSpeed config, it is replaced with the config.
     """
     script = spec.script
     source = script.batch_source if "kind" in script.batch_source else {}
@@ -111,19 +109,11 @@ def command_to_train(
     storage: str,
     same_batch: int | None = None,
 ) -> str:
-    """Return the shell command that trains with a config of a study, without any change of the script.
+    """Return the shell command that trains with a complete config of a study, without any change of the script.
 
     It is the script's own command where that applies all of the config, which no file does for settings that change the
-    model; else ``optuna-dsat train``. The
-    script's settings file has one copy only, for the result.
-
-    Args:
-        spec: The study, following the script.
-        config: The complete config.
-        profiled: Result of the profile launch; None before it.
-        host_threads: As of ``training_command``.
-        storage: URL of the study's database, without a password.
-        same_batch: Number of the trial in ``SAME_BATCH_CONFIG``; None for the result in ``BEST_CONFIG``.
+    model; else ``optuna-dsat train``. ``storage`` is a URL without a password; ``same_batch`` the number of the trial
+    in ``SAME_BATCH_CONFIG``, None for ``BEST_CONFIG``, which alone has a copy of the script's settings file.
     """
     path = spec.study_dir / (BEST_CONFIG if same_batch is None else SAME_BATCH_CONFIG)
     own, names_config = training_command(spec, config, path, profiled=profiled, host_threads=host_threads)
@@ -147,10 +137,8 @@ def training_command(
     """Return the script's own command with ``config``, written to ``config_path``, and whether it names that file.
 
     Arguments that name the user's config, or a settings file with a copy in ``best_settings``, are replaced. If such a
-    file names the config and the script lets arguments override the file, an argument is added.
-
-    ``host_threads`` is the number of host threads per rank in the measurement; None if unknown, in which case torchrun
-    sets 1.
+    file names the config and the script lets arguments override the file, an argument is added. ``host_threads`` are
+    per rank, as measured; torchrun sets 1 without them.
     """
     script = spec.script
     pointed, replaced = _point_to(script, config_path)
@@ -225,10 +213,7 @@ def _environment(script: ScriptSpec, config_path: Path) -> dict[str, str]:
 
 
 def _overridden_key(script: ScriptSpec) -> str | None:
-    """Return the key of a settings file that names the user's config, if the script lets ``KEY=VALUE`` override it.
-
-    That it does is known from its batch sizes, which follow such arguments.
-    """
+    """Return the key of a settings file that names the user's config, if the script lets ``KEY=VALUE`` override it."""
     if not script.config_path or not any(option.endswith("=") for option in script.arg_mappings.values()):
         return None
     return find_config_key(script.args, cwd=Path(script.cwd), config=Path(script.config_path))

@@ -15,7 +15,7 @@ from optuna_dsat.store import Turn, TurnLostError
 from optuna_dsat.study.command import BEST_CONFIG, SAME_BATCH_CONFIG, best_settings
 from optuna_dsat.study.confirm.confirmation import Confirmation
 from optuna_dsat.study.confirm.loss_check import STEPS_OF_NUMBERS, LossCheck, check_loss, nothing_to_compare
-from optuna_dsat.study.confirm.lossy import lossy_of, may_be_result
+from optuna_dsat.study.confirm.measured import lossy_of, may_be_result
 from optuna_dsat.study.confirm.rounds import CheckedSettings, Rounds
 from optuna_dsat.study.confirm.verdict import Verdict
 from optuna_dsat.study.context import SearchContext
@@ -130,10 +130,7 @@ class Conclusion:
             self.interrupted, self._reason = True, EndReason.INTERRUPTED
 
     def _trains_alike(self, trial: FrozenTrial, losses: dict[str, Sequence[float]]) -> bool:
-        """Return whether a trial may be the result; compare its losses if that is open.
-
-        ``losses`` are those of the user's config, which the first comparison adds.
-        """
+        """Return whether a trial may be the result; if open, compare losses, adding the user config's to ``losses``."""
         settings, rounds = lossy_of(trial, self._spec), Rounds.of(self._study.user_attrs)
         if settings and rounds.checked(settings) is None:
             self._context.say(f"Comparing the first losses of trial {trial.number} with those of your config ...")

@@ -37,10 +37,7 @@ def headroom_in_words(share: float, *, spent: bool) -> str:
 
 
 def describe_structure_failures(trials: Sequence[FrozenTrial]) -> str:
-    """Return a sentence per error with the structures that failed with it and never ran; empty without any.
-
-    Structures that the search avoids for it, and a stage that runs but is not searched, follow.
-    """
+    """Return a sentence per error with the structures that never ran for it, then the avoided; empty without any."""
     inside = [trial for trial in trials if ZERO_STAGE in trial.params]
     ran = {_structure(trial.params) for trial in inside if feasibility(trial) is Feasibility.FITS}
     failed: dict[str, dict[str, None]] = {}

@@ -33,7 +33,7 @@ _TRIES, _PAUSE_S = 20, 0.05
 def held_folder(folder: Path, study_uuid: str) -> Iterator[None]:
     """Mark a folder as the study's and lock it against tuners of other studies within the block.
 
-    Tuners of the same study share it. A folder is not locked if it is not writable or its file system has no locks.
+    It is not locked if it is not writable or its file system has no locks.
 
     Raises:
         UsageError: If a tuner of another study writes there: launches of both would use the same folders.
@@ -99,13 +99,10 @@ def _is_marked(folder: Path, text: str) -> bool:
 
 
 def set_others_aside(paths: Sequence[Path], written: Mapping[str, str]) -> list[Path]:
-    """Rename files that would be overwritten if the study did not write them or they were changed since.
+    """Rename files that the study did not write, or that were changed since; return the new paths.
 
-    ``written`` is ``digests`` of the files as the study last wrote them; ``BEING_WRITTEN`` for a file whose writer was
-    killed, which belongs to the study regardless of its content.
-
-    Returns:
-        The new paths of the renamed files.
+    ``written`` is ``digests`` of the files as last written; ``BEING_WRITTEN`` for a file whose writer was killed, which
+    belongs to the study regardless of its content.
 
     Raises:
         OSError: If a file cannot be renamed.
@@ -128,10 +125,7 @@ def digests(paths: Iterable[Path]) -> dict[str, str]:
 
 
 def is_folder_of(folder: Path, study_uuid: str, launches: Sequence[StoredLaunch]) -> bool:
-    """Return whether a folder is a study's, by its mark or by reports of the study's launches.
-
-    ``launches`` are its launches, for folders of earlier versions, which have no mark.
-    """
+    """Return whether a folder is a study's, by its mark or, of earlier versions, by reports of its launches."""
     marked = _read(folder, MARK)
     if "study_uuid" in marked:
         return bool(marked["study_uuid"] == study_uuid)

@@ -244,10 +244,7 @@ def time_left_in_words(left_s: float | None) -> str:
 
 
 class LiveNotes:
-    """An observer that forwards events and notes the state of this worker's launches.
-
-    Starts, phases and ends are noted at once, steps at most once a second. Nothing is noted outside ``kept_in``.
-    """
+    """An observer that forwards events and notes this worker's state within ``kept_in``, steps once a second."""
 
     def __init__(self, observer: progress.Observer, *, study: str, clock: Callable[[], float] = time.time) -> None:
         self._observer = observer

@@ -216,12 +216,9 @@ class FinalistMeasured(ProgressEvent):
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Delay a first termination signal (``ENDING``) until the end of the block; a second signal takes effect at once.
+    """Delay a first termination signal to the end of the block, where its handler is called; a second acts at once.
 
-    Only the main thread receives signals; in other threads this does nothing.
-
-    Raises:
-        KeyboardInterrupt: At the end, if a signal arrived whose handler raises it.
+    Signals are ``ENDING``. Only the main thread receives them; in other threads this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

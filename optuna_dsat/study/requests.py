@@ -51,15 +51,9 @@ def launch_request(
 ) -> LaunchRequest:
     """Return a measured launch of a study's script under the study's limits.
 
-    Args:
-        spec: The study.
-        launch_id: Unique name of the launch.
-        purpose: ``profile``, ``trial`` or ``confirm``.
-        overlay: Laid over the config that the script passes to DeepSpeed; None removes a key.
-        config: The whole DeepSpeed config; None for the user's present config with the overlay laid over it.
-        start_profile_step: First step that counts; None for the study's, or a later step in a compiled engine.
-        end_profile_step: Last step that counts; None for the study's.
-        profiled: The script's model, for space on NVMe; None before it is known.
+    ``overlay`` is laid over the config that the script passes to DeepSpeed; its None removes a key. ``config`` is the
+    whole config if that is not the user's with the overlay. Steps default to the study's, later ones in a compiled
+    engine. ``profiled`` is for space on NVMe.
     """
     compiled = is_compiled(overlay)
     first = spec.start_profile_step if start_profile_step is None else start_profile_step
@@ -101,10 +95,8 @@ def full_request(
 ) -> LaunchRequest:
     """Return a training run to its end under a trial's config; the limits of measured launches do not apply.
 
-    A ``DeepSpeedTrial`` keeps its checkpoints in the study's folder, unless its arguments name another, and goes on
-    from them.
-
-    ``host_threads`` are the host threads per rank in the measurement; None if unknown.
+    A ``DeepSpeedTrial`` keeps its checkpoints in the study's folder, unless its arguments name another, and continues
+    from them. ``host_threads`` are per rank, as measured.
     """
     command = script_command(spec)
     command = replace(command, args=(*command.args, *args))

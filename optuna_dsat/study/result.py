@@ -29,7 +29,7 @@ from optuna_dsat.study.config_changes import (
     model_change_in_words,
     trainable_config,
 )
-from optuna_dsat.study.confirm.lossy import lossy_in_words, lossy_of, rejected_in_words
+from optuna_dsat.study.confirm.measured import lossy_in_words, lossy_of, rejected_in_words
 from optuna_dsat.study.confirm.rounds import Rounds
 from optuna_dsat.study.confirm.verdict import Verdict
 from optuna_dsat.study.end_reason import describe_structure_failures
@@ -411,10 +411,7 @@ def _running_engines_in_words(trials: Sequence[FrozenTrial], rounds: Rounds) -> 
 
 
 def write_best(directory: Path, config: Mapping[str, Any], metrics: Mapping[str, Any]) -> tuple[Path, Path]:
-    """Write the winning config and its metrics; return their paths.
-
-    The config is ready to train with. References are resolved; the file is then readable only by its owner.
-    """
+    """Write the winning config, as ``write_config``, and its metrics; return their paths."""
     config_path, metrics_path = directory / BEST_CONFIG, directory / BEST_METRICS
     write_config(config_path, config)
     ds_config.write_json_atomic(metrics_path, metrics)
@@ -422,7 +419,7 @@ def write_best(directory: Path, config: Mapping[str, Any], metrics: Mapping[str,
 
 
 def write_config(path: Path, config: Mapping[str, Any]) -> None:
-    """Write a config that is ready to train with, as ``write_best`` does."""
+    """Write a config ready to train with; with resolved references only its owner may read it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     ds_config.write_json_atomic(path, resolved(config), private=bool(names_in(config)))
 

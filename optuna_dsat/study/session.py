@@ -70,10 +70,7 @@ class Session:
         return self._context.spec
 
     def run(self) -> StudyResult | None:
-        """Profile, search, confirm and export.
-
-        Returns:
-            The result; None if nothing was measured or the request leaves the conclusion to another worker.
+        """Profile, search, confirm and export; None if nothing was measured or another worker concludes.
 
         Raises:
             ScriptFailedError: If the script fails with every configuration.

@@ -23,21 +23,14 @@ LARGEST_SHARE = 10
 
 
 def dataset_size(spec: StudySpec, profiled: Profiled | None) -> int | None:
-    """Return the samples of the training data; None if unknown from both the user and the script's data loader.
-
-    Data that each rank loads as a whole are counted once.
-    """
+    """Return the samples of the training data, counted once if every rank loads them; None if unknown."""
     if spec.dataset_size is None and profiled is not None and profiled.loads_all:
         return profiled.samples_per_rank
     return epoch_samples(spec, profiled)
 
 
 def epoch_samples(spec: StudySpec, profiled: Profiled | None) -> int | None:
-    """Return the samples that all ranks consume per epoch; None if unknown.
-
-    Steps per epoch are this number divided by the global batch. Data that each rank loads as a whole count once per
-    rank.
-    """
+    """Return the samples that all ranks consume per epoch, loaded by each rank counted for each; None if unknown."""
     if spec.dataset_size is not None:
         return spec.dataset_size
     if profiled is None or profiled.samples_per_rank is None:
@@ -46,10 +39,7 @@ def epoch_samples(spec: StudySpec, profiled: Profiled | None) -> int | None:
 
 
 def largest_global_batch(spec: StudySpec, profiled: Profiled | None, *, own: int) -> int | None:
-    """Return the upper bound of the global batch, in samples; None for no bound.
-
-    ``own`` is the global batch of the user's config, which is never excluded by default.
-    """
+    """Return the upper bound of the global batch, in samples, by default at least the user's ``own``; None for none."""
     if spec.max_train_batch_size is not None:
         return spec.max_train_batch_size
     samples = dataset_size(spec, profiled)
@@ -75,10 +65,7 @@ def hardware_of(spec: StudySpec, profiled: Profiled) -> memory.Hardware:
 
 
 def objective(spec: StudySpec, profiled: Profiled) -> str:
-    """Return the optimised metric: the requested metric, or throughput if FLOPs could not be counted.
-
-    FLOPs per sample are the same for every configuration, so both rank configurations alike.
-    """
+    """Return the requested metric; throughput, which ranks alike, if FLOPs could not be counted."""
     if spec.metric == "FLOPS_per_gpu" and profiled.profile.flops_per_sample <= 0:
         return "throughput"
     return spec.metric
@@ -97,11 +84,7 @@ def is_memory_bound(spec: StudySpec, profiled: Profiled) -> bool:
 
 
 def searches_checkpointing(spec: StudySpec, profiled: Profiled | None) -> bool:
-    """Return whether activation checkpointing is searched: where it is named, or memory is short.
-
-    Raises:
-        ConfigError: If it is named, and activations cannot be checkpointed.
-    """
+    """Return whether activation checkpointing is searched: named (``ConfigError`` if impossible), or memory short."""
     is_named = CHECKPOINT_EVERY in (*(spec.only or ()), *(spec.fix or ()))
     if CHECKPOINT_EVERY in spec.kept_knobs:
         return False
@@ -124,11 +107,7 @@ def _worthwhile(spec: StudySpec, profiled: Profiled | None) -> set[str]:
 
 
 def routes_samples(spec: StudySpec, profiled: Profiled | None) -> bool:
-    """Return whether the model has modules to be leaves of ZeRO 3, of which the config names none.
-
-    Raises:
-        ConfigError: If ``leaf_module`` is named, and the model has no such modules.
-    """
+    """Return whether the model has leaves for ZeRO 3 that the config lacks; ``ConfigError`` if named without any."""
     if profiled is None:
         return LEAF_MODULE in (spec.only or ())
     if LEAF_MODULE in (*(spec.only or ()), *(spec.fix or ())) and not profiled.profile.leaf_classes:
@@ -161,10 +140,8 @@ def _is_host_bound(spec: StudySpec, profiled: Profiled) -> bool:
 def largest_micro_batches(spec: StudySpec, profiled: Profiled, *, every: int = 0) -> dict[tuple[int, bool], int]:
     """Return the largest micro-batch of each structure by the memory model, with the smallest searched buckets.
 
-    ``every`` is 0 without activation checkpointing, 1 with that of every block.
-
-    Returns:
-        (ZeRO stage, whether everything possible is offloaded) -> samples per rank, 0 if nothing fits.
+    Keys are (ZeRO stage, whether all possible is offloaded), values samples per rank, 0 if nothing fits. ``every`` is 0
+    without activation checkpointing, 1 with that of every block.
     """
     hardware = hardware_of(spec, profiled)
     base = ds_config.effective(spec.ds_config)
@@ -203,11 +180,7 @@ def micro_batch_cap(spec: StudySpec, profiled: Profiled) -> int:
 
 
 def _max_samples_per_rank(spec: StudySpec, profiled: Profiled | None, ranks: int) -> int | None:
-    """Return the limit on samples per rank and global step; None for no limit.
-
-    The limit is the smaller of ``--max-train-batch-size`` (by default a share of the data) and the limit in the
-    config's autotuning section.
-    """
+    """Return the limit on samples per rank and step by ``--max-train-batch-size`` and autotuning; None for no limit."""
     if spec.train_batch_size is not None:
         return None
     own = own_train_batch_size(spec, ranks=ranks)
@@ -246,10 +219,7 @@ def space_of(spec: StudySpec, profiled: Profiled | None) -> SearchSpace:
 
 
 def _check_only(spec: StudySpec, space: SearchSpace, *, is_profiled: bool) -> None:
-    """Raise if ``only`` names a knob without effect, or excludes one for which the config lists values.
-
-    A script may pass another config than the file until it is profiled, or have no file at all.
-    """
+    """Raise if ``only`` names a knob without effect (once known), or excludes one with a list of values."""
     zero = ds_config.zero_section(spec.ds_config)
     settings = {**zero, MICRO_BATCH: spec.ds_config.get(MICRO_BATCH), ZERO_STAGE: zero.get("stage")}
     for name in spec.kept_knobs:

@@ -37,7 +37,7 @@ _UNITS = {unit.lower(): size for unit, size in _UNITS.items()}
 def parse_bytes(text: str) -> int:
     """Return a size such as ``2GiB``, ``900MiB``, ``1.5GB`` or ``123456`` in bytes.
 
-    ``GiB`` is 2**30 bytes, ``GB`` is 10**9; a bare ``G`` is read as ``GiB``. Case does not matter.
+    ``GiB`` is 2**30 bytes, ``GB`` is 10**9; a bare ``G`` is ``GiB``, in any case.
 
     Raises:
         UsageError: If the text is not a positive number with a known unit.
@@ -225,10 +225,7 @@ class StudySpec(_Frozen, SearchSettings):
         return Path(self.output_dir) / self.name
 
     def identity(self) -> dict[str, Any]:
-        """Return what makes results comparable: studies that differ here are different studies.
-
-        Budgets, time-outs and the output directory are left out; they may change when a study is resumed.
-        """
+        """Return what makes results comparable, without budgets, time-outs and output directory, which may change."""
         budget = {"name", *(name for name, option in options_in(SearchSettings).items() if option.budget)}
         ends = {name for name, option in options_in(MethodOptions).items() if option.budget}
         if self.free_memory:
@@ -245,11 +242,7 @@ _OPTIONS = {"name": "study", "slots_per_trial": "gpus-per-trial"}
 
 
 def make_spec(**values: Any) -> StudySpec:
-    """Build a spec; an invalid value is reported in one line.
-
-    Raises:
-        UsageError: If a value breaks a rule; names the option, the value and the rule.
-    """
+    """Build a spec; an invalid value raises ``UsageError``, which names option, value and rule in one line."""
     try:
         return StudySpec(**values)
     except ValidationError as error:

@@ -41,11 +41,7 @@ _REASON_CHARS = 200
 
 @contextmanager
 def reading(name: str, what: str, versions: Mapping[str, str]) -> Iterator[None]:
-    """Convert errors from reading a study's data to an error that names the study.
-
-    Raises:
-        UnreadableStudyError: If this version cannot read the data.
-    """
+    """Convert errors from reading a study's data to ``UnreadableStudyError``, which names the study."""
     try:
         yield
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, ConfigError) as error:
@@ -138,10 +134,7 @@ class StoredStudy:
 
     @cached_property
     def planner(self) -> GuidedPlanner | None:
-        """The models of ``guided`` over the study's space, for any method; None before the profile launch.
-
-        Cached, since its table of all lineages takes a second to build.
-        """
+        """The models of ``guided`` over the study's space, for any method; None before the profile launch."""
         if self.profiled is None:
             return None
         from optuna_dsat.study.search.methods import make_planner
@@ -169,9 +162,7 @@ class StoredStudy:
         return None if self.verdict is None else self.verdict.baseline
 
     def selected(self, *, same_batch: bool = False) -> tuple[FrozenTrial, str]:
-        """Return the trial of the result, and a line with its number, its metric and the source of the metric.
-
-        The alternative is the answer at the user's global batch.
+        """Return the trial of the result, or at the user's global batch, and a line on its number and metric.
 
         Raises:
             NothingRunnableError: If nothing was measured, or with ``same_batch`` the user's config was not.
@@ -195,11 +186,7 @@ class StoredStudy:
         return measured.speed(metric=self.metric, device=self.spec.device)
 
     def check(self) -> None:
-        """Compute everything that depends on stored values.
-
-        Raises:
-            ValueError: If a stored value is invalid. ``TypeError`` and similar errors are possible as well.
-        """
+        """Compute everything that depends on stored values; ``ValueError`` and the like if one is invalid."""
         for launch in self.rounds.launches:
             Outcome(launch.outcome)
         for trial in self.trials:
@@ -234,10 +221,7 @@ _COLUMNS = (
 
 
 def trial_row(trial: FrozenTrial, verdict: Verdict | None) -> dict[str, Any]:
-    """Return a trial as a flat row, as ``trials`` of a result and ``optuna-dsat export`` show it.
-
-    ``verdict`` is the verdict on its study so far; None if nothing was measured.
-    """
+    """Return a trial as a flat row, as ``trials`` of a result and ``optuna-dsat export`` show it."""
     attrs = trial.user_attrs
     again = None if verdict is None else verdict.in_rounds(trial.number)
     return {
@@ -265,11 +249,7 @@ def trial_row(trial: FrozenTrial, verdict: Verdict | None) -> dict[str, Any]:
 
 
 def flat_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return rows without dictionaries in them: parameters and metrics as ``param:NAME`` and ``metric:NAME``.
-
-    Returns:
-        Rows that all have the same keys in the same order; configs are left out.
-    """
+    """Return rows with equal keys and no dictionary or config: ``param:NAME`` and ``metric:NAME`` instead."""
     params = sorted({key for row in rows for key in row["params"]})
     metrics = sorted({key for row in rows for key in row["metrics"]})
     return [
@@ -292,10 +272,8 @@ def open_study(
 ) -> tuple[StudyRecord, StudySpec]:
     """Return the study's record and its spec; create the study if it does not exist.
 
-    The budgets of ``spec`` replace the stored budgets. If the study has no trials, ``spec`` replaces its whole spec.
-
-    ``relocated`` tells whether ``spec`` is the stored spec with this machine's paths: it is neither compared nor
-    stored. A new study records the driver of ``devices``.
+    The budgets of ``spec`` replace the stored ones; without trials all of it does. A ``relocated`` spec, the stored one
+    with this machine's paths, is neither compared nor stored. A new study records the driver of ``devices``.
 
     Raises:
         StudyConflictError: If a study of this name has other settings; lists the differences.
@@ -347,11 +325,7 @@ def _differences(stored: Mapping[str, Any], given: Mapping[str, Any]) -> list[st
 
 
 def record_of(store: Store, name: str) -> StudyRecord:
-    """Return the record of a study.
-
-    Raises:
-        UsageError: If the study does not exist; lists the existing studies.
-    """
+    """Return the record of a study; ``UsageError`` lists the existing studies if there is none of this name."""
     record = store.find_study(name)
     if record is None:
         known = ", ".join(study.name for study in store.list_studies()) or "none"
@@ -360,11 +334,7 @@ def record_of(store: Store, name: str) -> StudyRecord:
 
 
 def latest_study(store: Store) -> str:
-    """Return the name of the study that was created last.
-
-    Raises:
-        UsageError: If the database contains no study.
-    """
+    """Return the name of the study that was created last; ``UsageError`` without any study."""
     studies = store.list_studies()
     if not studies:
         raise UsageError(f"There is no study in {store.url}.")
@@ -397,12 +367,7 @@ def is_spent(store: Store, spec: StudySpec) -> bool:
 
 
 def read_stored(store: Store, name: str) -> StoredStudy:
-    """Read a study from the store.
-
-    Raises:
-        UsageError: As ``record_of``.
-        UnreadableStudyError: If this version cannot read a part of it.
-    """
+    """Read a study from the store, as ``record_of``; ``UnreadableStudyError`` if this version cannot."""
     record = record_of(store, name)
     spec = spec_of(record)
     with reading(name, "its attributes", record.versions):

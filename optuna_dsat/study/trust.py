@@ -33,10 +33,7 @@ _SHOWN_CHARS = 1000
 
 
 def what_runs(spec: StudySpec, profiled: Profiled | None) -> list[str]:
-    """Summarize the commands of a study on this machine in a few lines, without secrets.
-
-    ``profiled`` is the result of its profile launch; None before it.
-    """
+    """Summarize the commands of a study on this machine in a few lines, without secrets."""
     return [f"  {name:<12} {one_line(text, limit_chars=_SHOWN_CHARS)}" for name, text in _facts(spec, profiled)]
 
 
@@ -62,10 +59,7 @@ def _facts(spec: StudySpec, profiled: Profiled | None) -> Iterator[tuple[str, st
 
 
 def remember(spec: StudySpec, *, file: Path | None = None) -> None:
-    """Note that this user runs a study on this machine. If that fails, ``resume`` asks.
-
-    ``file`` is the file of its script; None for the script in the spec.
-    """
+    """Note that this user runs a study, its script in ``file`` if given, on this machine; else ``resume`` asks."""
     path = script_file(spec) if file is None else file
     if path is None:
         return
@@ -77,12 +71,7 @@ def remember(spec: StudySpec, *, file: Path | None = None) -> None:
 
 
 def ran_here(spec: StudySpec, *, file: Path | None = None) -> bool:
-    """Return whether this user ran a study on this machine with the same script.
-
-    The script is the same if its content is equal, or if its path and owner are equal: it may have been edited since.
-
-    ``file`` is the file of its script; None for the script in the spec.
-    """
+    """Return whether this user ran a study on this machine with this script: equal content, or equal path and owner."""
     path = script_file(spec) if file is None else file
     try:
         note = json.loads(_note_of(spec).read_text(encoding="utf-8"))
@@ -147,11 +136,7 @@ def _places(spec: StudySpec) -> Iterator[tuple[str, str]]:
 
 
 def require_secrets(spec: StudySpec) -> None:
-    """Raise if secrets of a study are unknown in this process.
-
-    Raises:
-        UsageError: Names the option and the environment variable for its value.
-    """
+    """Raise ``UsageError`` for secrets unknown in this process, with the option and the variable for each."""
     missing = missing_secrets(spec)
     if missing:
         named = "; ".join(f"{what} by {name}" for name, what in missing.items())

@@ -21,11 +21,7 @@ from optuna_dsat.tuning.options.tune_options import TuneOptions
 
 
 def cluster_devices(options: TuneOptions) -> Devices:
-    """Return the slots of one launch on a cluster; the actual devices are known once a node is allocated.
-
-    Raises:
-        UsageError: If the options do not specify the number, or name devices of this machine.
-    """
+    """Return the slots of one launch on a cluster, described by the options; ``UsageError`` if these do not fit."""
     if options.gpus_per_trial is not None:
         raise UsageError(f"--gpus-per-trial is for this machine: with --on {options.on} give --gpus-per-node.")
     gpus = options.gpus_per_node

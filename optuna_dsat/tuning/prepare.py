@@ -7,15 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from optuna_dsat.config.misspelt import misspelt_in_words
+from optuna_dsat.config.user_file import misspelt_in_words
 from optuna_dsat.errors import PATH_ERRORS, UsageError
 from optuna_dsat.study.options.declaration import options_in
 from optuna_dsat.study.spec import StudyRequest
-from optuna_dsat.tuning.devices import search_devices
 from optuna_dsat.tuning.options.autotuning import Sweep, sweep_of, with_autotuning
 from optuna_dsat.tuning.options.given import Given, with_config
 from optuna_dsat.tuning.options.tune_options import DEFAULT_METHOD
-from optuna_dsat.tuning.spec_builder import build_spec
+from optuna_dsat.tuning.spec_builder import build_spec, search_devices
 
 _DEVICES = ("gpus_per_trial", "cpu_ranks")
 _OF_THIS_SEARCH = ("command line", "argument")
@@ -40,11 +39,9 @@ class Prepared:
 def prepare_each(method: str | None, given: Given) -> list[Prepared]:
     """Check the options and return the requested studies in the order in which they run.
 
-    The options or the config select a missing method.
-
-    There is one study, or one for each number of GPUs or CPU ranks that an option or the config's
-    ``autotuning.num_gpus`` lists, named ``NAME-8gpu`` or ``NAME-2rank``; on a cluster ``NAME-2x8gpu`` or
-    ``NAME-2node``.
+    The options or the config select a missing method. There is one study, or one for each number of GPUs or CPU ranks
+    that an option or the config's ``autotuning.num_gpus`` lists, named ``NAME-8gpu`` or ``NAME-2rank``; on a cluster
+    ``NAME-2x8gpu`` or ``NAME-2node``.
 
     Raises:
         UsageError: At the first invalid option.
@@ -153,12 +150,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def check_storage(request: StudyRequest) -> None:
-    """Raise if a real run would reject the study or the storage; creates nothing.
-
-    Raises:
-        StorageUrlError: If the storage cannot be opened.
-        StudyConflictError: If a study of this name exists for something else.
-    """
+    """Raise ``StorageUrlError`` or ``StudyConflictError`` as a real run would; creates nothing."""
     from optuna_dsat.store import Store, database_exists, has_our_tables, refuse_others_database
     from optuna_dsat.study.stored import check_study
 

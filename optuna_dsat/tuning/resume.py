@@ -35,16 +35,9 @@ def resume_request(
 ) -> StudyRequest:
     """Return the request that continues a stored study with its original settings.
 
-    Args:
-        name: The study.
-        storage: URL of its database.
-        limits: Field of ``StudySpec`` or ``MethodOptions`` -> its new value, which is stored.
-        workdir: Working directory on this machine; None for the stored one.
-        python: Interpreter of the script on this machine; None for the stored one.
-        conclude: As in ``StudyRequest``.
-        on_notice: Called with each line for the user about the devices.
-        approve: Called with the lines that describe the study's commands, and whether this user already ran exactly
-            that on this machine; raises ``UsageError`` to refuse.
+    ``limits`` are new values of fields of ``StudySpec`` or ``MethodOptions``, which are stored; ``workdir`` and
+    ``python`` are this machine's, if not as stored. ``approve`` is called with lines on the study's commands, and
+    whether this user already ran exactly that on this machine; it raises ``UsageError`` to refuse.
 
     Raises:
         UsageError: If the study does not exist, or script or devices do not meet its requirements.
@@ -100,11 +93,7 @@ def spec_here(
     python: str | None = None,
     approve: Callable[[Sequence[str], bool], None],
 ) -> StudySpec:
-    """Return a stored study's spec with this machine's paths, once the user has approved its commands.
-
-    Raises:
-        UsageError: If the script is not on this machine, or is not approved.
-    """
+    """Return a stored study's spec with this machine's paths, approved; ``UsageError`` if the script is not here."""
     spec = study.stored_spec if spec is None else spec
     here = spec if workdir is None else _relocated(spec, workdir)
     if python is not None:
@@ -148,11 +137,7 @@ def _relocated(spec: StudySpec, workdir: Path) -> StudySpec:
 
 
 def devices_for(spec: StudySpec, on_notice: Callable[[str], None]) -> Devices:
-    """Return the devices on which this machine, or the study's cluster, runs its launches.
-
-    Raises:
-        UsageError: If there are too few.
-    """
+    """Return the devices of launches, on this machine or the study's cluster; ``UsageError`` if too few."""
     if spec.on != "here":
         from optuna_dsat.tuning.cluster import check_cluster, devices_of
 

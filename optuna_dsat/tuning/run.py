@@ -288,9 +288,7 @@ def search_each(
 
 
 def best_of(found: Sequence[AtGpus]) -> tuple[StudyRun, StudyResult]:
-    """Return the search with the highest total samples per second, and its result including the other results.
-
-    Ties go to the fewest GPUs.
+    """Return the search with the highest total samples/s (of the fewest GPUs), and its result with the others'.
 
     Raises:
         NothingRunnableError: If no search measured anything.
@@ -307,11 +305,7 @@ _SAMPLES = 3
 
 
 def preview(spec: StudySpec) -> tuple[SearchSpace, dict[str, Any]]:
-    """Return the space of a search that is not started, and its preview as plain values.
-
-    Bucket sizes are not capped by the model's size yet. The samples are DeepSpeed configs drawn at random from the
-    space, without a micro-batch.
-    """
+    """Return the space of a search, buckets not capped by the model's size yet, and its preview as plain values."""
     space = space_of(spec, None)
     with quiet_optuna():
         study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=spec.random_seed))

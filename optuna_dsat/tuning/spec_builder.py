@@ -1,4 +1,4 @@
-"""Build a study's ``StudySpec`` from checked options."""
+"""Build a study's ``StudySpec`` from checked options, and select its devices."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from optuna_dsat.config import ds_config
 from optuna_dsat.config.documents import is_pipe
 from optuna_dsat.config.knobs import ZERO_STAGE
 from optuna_dsat.errors import UsageError
-from optuna_dsat.launch.machine.devices import Devices, refuse_build
+from optuna_dsat.launch.machine.devices import Devices, cpu_devices, detect_devices, refuse_build
 from optuna_dsat.launch.machine.host import available_memory_bytes
+from optuna_dsat.launch.machine.slots import only_free
 from optuna_dsat.script.arg_mapping import parse_mappings
 from optuna_dsat.script.command.source import is_importable
 from optuna_dsat.script.interpreter import examined, script_python
@@ -30,10 +31,8 @@ from optuna_dsat.tuning.target import find_target, writable
 def build_spec(method: str, options: TuneOptions, devices: Devices) -> StudySpec:
     """Check all options and return the spec; nothing is launched or written.
 
-    The spec contains references to secrets among arguments, variables and config; this process keeps their values.
-
-    Raises:
-        UsageError: At the first invalid option.
+    It contains references to secrets, of which this process keeps the values. ``UsageError`` at the first invalid
+    option.
     """
     python = options.python  # nodes of a cluster check it themselves
     if options.on == "here":
@@ -151,3 +150,44 @@ def _device_memory(options: TuneOptions, devices: Devices) -> int | None:
         return None
     share = min(devices.host_memory_bytes, available_memory_bytes()) // len(devices.devices)
     return max(1, share * 3 // 4)
+
+
+def search_devices(options: TuneOptions) -> Devices:
+    """Return the devices to tune on."""
+    if options.on != "here":
+        from optuna_dsat.tuning.cluster import cluster_devices
+
+        return cluster_devices(options)
+    return choose_devices(
+        one_count(options.gpus_per_trial, option="--gpus-per-trial"),
+        one_count(options.cpu_ranks, option="--cpu-ranks"),
+        option="--gpus-per-trial",
+        free_only=options.only_free_gpus,
+    )
+
+
+def choose_devices(wanted: int | None, cpu_ranks: int | None, *, option: str, free_only: bool = False) -> Devices:
+    """Return the GPUs that may be used (all if no number is wanted), or CPU ranks.
+
+    Raises:
+        UsageError: If more GPUs are requested than exist, or both GPUs and CPU ranks.
+        DeviceError: If GPUs do not respond, or only free GPUs were requested and all are in use.
+    """
+    if cpu_ranks is not None:
+        if wanted is not None:
+            raise UsageError(f"{option} and --cpu-ranks exclude each other: give one.")
+        return cpu_devices(cpu_ranks)
+    devices = detect_devices()
+    if free_only:
+        devices = only_free(devices)
+    if wanted is None:
+        return devices
+    available = devices.per_launch if devices.kind == "cuda" else 0
+    if wanted < 1 or wanted > available:
+        offers = f"{'a launch can take' if devices.per_launch < len(devices.devices) else 'this machine offers'}"
+        raise UsageError(
+            f"{option} is {wanted}, but {offers} {available} GPU{'s' * (available != 1)}. "
+            + ("Use --cpu-ranks to tune on the CPU." if available == 0 else f"Give 1 to {available}.")
+            + "".join(f" {notice}" for notice in devices.notices)
+        )
+    return devices

@@ -42,11 +42,7 @@ class Target:
 
 
 def find_target(options: TuneOptions, *, python: str | None) -> Target:
-    """Return the target that the ranks run.
-
-    Raises:
-        UsageError: If it does not exist, or is not Python.
-    """
+    """Return the target that the ranks run; ``UsageError`` if it does not exist, or is not Python."""
     rest = tuple(str(arg) for arg in options.script_args or ())
     script, hparams = Path(options.script), None if options.hparams is None else Path(options.hparams)
     entry = str(script)
@@ -62,11 +58,7 @@ def find_target(options: TuneOptions, *, python: str | None) -> Target:
 
 
 def trial_target(entry: str, config: Path, hparams: Path | None, rest: tuple[str, ...]) -> Target:
-    """Return the runner of a ``DeepSpeedTrial`` with its arguments.
-
-    Raises:
-        UsageError: If the class does not exist, or the hyperparameters are invalid.
-    """
+    """Return a ``DeepSpeedTrial``'s runner with its arguments; ``UsageError`` if class or hparams are invalid."""
     find_trial_class(entry, Path.cwd())
     overwrites = {} if hparams is None else overwrites_of(Hparams.load(hparams), config, Path.cwd())
     named = None if hparams is None else str(hparams)
@@ -117,11 +109,7 @@ def _module(name: str, python: str | None) -> tuple[str, str]:
 
 
 def writable(path: Path) -> Path:
-    """Return the absolute path of an output directory that exists or can be created; creates nothing.
-
-    Raises:
-        UsageError: If it is not writable.
-    """
+    """Return the absolute path of a directory that exists or can be created, else ``UsageError``; creates nothing."""
     absolute = path.absolute()
     parent = absolute
     while not parent.exists() and parent != parent.parent:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from optuna_dsat.cli.parsing.experiment_form import is_experiment, unfold_experiment
+from optuna_dsat.cli.parsing.launch_prefix import is_experiment, unfold_experiment
 from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.machine import devices
 

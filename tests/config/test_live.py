@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.config.live import live_changes
+from optuna_dsat.config.differences import live_changes
 
 
 def config(micro_batch: int = 2, **zero: Any) -> dict[str, Any]:

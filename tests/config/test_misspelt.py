@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from optuna_dsat.config.misspelt import correction, misspelt_in_words, misspelt_keys
+from optuna_dsat.config.user_file import correction, misspelt_in_words, misspelt_keys
 
 
 def test_misspelt_keys_are_found_with_the_key_that_they_resemble() -> None:

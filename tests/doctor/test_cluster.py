@@ -10,7 +10,7 @@ import pytest
 import typer
 
 from optuna_dsat.cli import doctor
-from optuna_dsat.doctor import cluster
+from optuna_dsat.doctor import examination
 from optuna_dsat.doctor.finding import Finding, Status, exit_code
 from optuna_dsat.launch.agent.agent import digest_of
 from optuna_dsat.launch.places.place import Layout
@@ -20,8 +20,8 @@ TWO = Layout(nodes=2, slots=1, kind="cpu", gpus=0)
 
 
 def examine(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
-    monkeypatch.setattr(cluster, "_WAIT_S", 1.0)
-    return cluster.examine(engine, TWO, files={})
+    monkeypatch.setattr(examination, "_ALLOCATION_WAIT_S", 1.0)
+    return examination.examine_cluster(engine, TWO, files={})
 
 
 def test_every_node_is_named_with_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from optuna_dsat.cli import main
-from optuna_dsat.doctor import capabilities, libraries, nvme
+from optuna_dsat.doctor import libraries
 from optuna_dsat.doctor.examination import examine, examine_storage
 from optuna_dsat.doctor.finding import Finding, Status, exit_code, to_json
 from optuna_dsat.doctor.libraries import Libraries
-from optuna_dsat.doctor.machine import host_findings
+from optuna_dsat.doctor.machine import drive_finding, host_findings
 from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.machine import devices as devices_module
 from optuna_dsat.launch.machine import nvme as drives
@@ -166,8 +166,8 @@ def test_a_broken_installation_is_told_by_its_error(tmp_path: Path) -> None:
     assert result.torch == {"error": "OSError: libtorch.so: cannot open shared object file"}
     findings = list(libraries.findings(result, gpus=0))
     assert [finding.status for finding in findings] == [Status.FATAL, Status.FATAL]
-    assert capabilities.launcher(result).status is Status.FATAL
-    assert list(capabilities.offloads(result, nvme=None, environ={})) == []
+    assert libraries.launcher(result).status is Status.FATAL
+    assert list(libraries.offloads(result, nvme=None, environ={})) == []
 
 
 def test_a_library_that_kills_its_process_is_told(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_which_offloads_can_work_and_why_not(machine: Machine, tmp_path: Path) -
     not_built = {"compatible": False, "why_not": "no nvcc"}
     environ = {"PATH": os.environ["PATH"], "TORCH_EXTENSIONS_DIR": str(tmp_path)}
     broken = told(deepspeed={"operators": {"CPUAdamBuilder": not_built, "AsyncIOBuilder": not_built}})
-    result = {finding.name: finding for finding in capabilities.offloads(broken, nvme=tmp_path, environ=environ)}
+    result = {finding.name: finding for finding in libraries.offloads(broken, nvme=tmp_path, environ=environ)}
     assert [result[name].status for name in names] == [Status.PROBLEM, Status.FINE, Status.PROBLEM]
     assert "(no nvcc)" in result["optimizer to the CPU"].text
     assert "torch_adam" in result["optimizer to the CPU"].remedy
@@ -219,19 +219,19 @@ def test_a_drive_is_measured_and_nothing_is_left_on_it(tmp_path: Path, monkeypat
         return measured(*args, **named)
 
     monkeypatch.setattr(drives, "_time", looked)
-    result = nvme.examine(tmp_path, size_bytes=40 * 2**20)
+    result = drive_finding(tmp_path, size_bytes=40 * 2**20)
     assert result.data["size_bytes"] == 40 * 2**20
     assert result.data["read_bytes_per_s"] > 0
     assert "GB/s" in result.text
     assert seen == [[], []], "whoever kills it leaves nothing of a gigabyte either"
-    missing = nvme.examine(tmp_path / "none")
+    missing = drive_finding(tmp_path / "none")
     assert missing.status is Status.PROBLEM
     assert "not a folder" in missing.text
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no memory is mounted as a file system")
 def test_a_folder_in_memory_is_no_drive() -> None:
-    result = nvme.examine(Path("/dev/shm"), size_bytes=16 * 2**20)
+    result = drive_finding(Path("/dev/shm"), size_bytes=16 * 2**20)
     assert result.status is Status.PROBLEM
     assert "lies in memory" in result.remedy
 

@@ -18,8 +18,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from optuna_dsat.config.differences import live_changes
 from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH
-from optuna_dsat.config.live import live_changes
 from optuna_dsat.launch.machine.devices import Device, Devices
 from optuna_dsat.launch.protocol import (
     Finished,

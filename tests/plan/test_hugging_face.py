@@ -10,10 +10,9 @@ import pytest
 
 from optuna_dsat.cost.gpus import find_gpu
 from optuna_dsat.errors import UsageError
-from optuna_dsat.plan.families import FAMILIES
+from optuna_dsat.plan.families import FAMILIES, KNOWN_MODELS
 from optuna_dsat.plan.from_shape import Machine, plan_shape
 from optuna_dsat.plan.hugging_face import shape_of_config
-from optuna_dsat.plan.known_models import KNOWN_MODELS
 from optuna_dsat.plan.transformer import TransformerShape
 
 SMALL = {"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "vocab_size": 8000}

@@ -7,7 +7,7 @@ import pytest
 from optuna_dsat.cost.gpus import find_gpu
 from optuna_dsat.plan.from_shape import Machine, plan_shape
 from optuna_dsat.plan.prediction import Subject
-from optuna_dsat.plan.scaling import counts_up_to, scaling
+from optuna_dsat.plan.rows import counts_up_to, scaling
 from optuna_dsat.plan.transformer import shape_of
 
 

@@ -12,14 +12,14 @@ import pytest
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report import figures
 from optuna_dsat.report.cards import answers_of
-from optuna_dsat.report.compare import rows_of
 from optuna_dsat.report.explain.explanation import explained
 from optuna_dsat.report.explain.prediction_gap import prediction_gap
+from optuna_dsat.report.facts import Training, training_times
 from optuna_dsat.report.launch_files import Links
 from optuna_dsat.report.page import render, sections_of
 from optuna_dsat.report.template import _prose
-from optuna_dsat.report.training import Training, training_times
 from optuna_dsat.report.view import StudyView
+from optuna_dsat.report.write import rows_of
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import count_in_words, metric_in_words, times_in_words
 from tests.harness.landscapes import Hill

@@ -12,11 +12,11 @@ import pytest
 from optuna_dsat.cli import main
 from optuna_dsat.errors import NothingRunnableError
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.report.compare import render_comparison, rows_of, setting_rows
 from optuna_dsat.report.dashboard.notes import study_note
 from optuna_dsat.report.figures import ComparedStudy, comparison_figure
 from optuna_dsat.report.page import render
 from optuna_dsat.report.view import StudyView
+from optuna_dsat.report.write import render_comparison, rows_of, setting_rows
 from optuna_dsat.store import Store
 from optuna_dsat.words import metric_in_words, times_in_words
 from tests.harness.landscapes import Hill

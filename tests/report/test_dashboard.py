@@ -16,8 +16,8 @@ from sqlalchemy import make_url
 from optuna_dsat.cli import main
 from optuna_dsat.errors import UsageError
 from optuna_dsat.report.dashboard.artifacts import artifacts_of, tail
+from optuna_dsat.report.dashboard.live_app import ServedArtifacts
 from optuna_dsat.report.dashboard.publish import MEMORY_PLOT, METRIC_PLOT, publish
-from optuna_dsat.report.dashboard.serve import ServedArtifacts
 from optuna_dsat.store import Store
 from optuna_dsat.trials import attributes
 from tests.harness.landscapes import Hill

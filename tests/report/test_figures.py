@@ -15,6 +15,7 @@ from optuna_dsat.cost import memory
 from optuna_dsat.errors import UsageError
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report import figures
+from optuna_dsat.report.cards import account
 from optuna_dsat.report.dashboard.notes import trial_note
 from optuna_dsat.report.figures import (
     BEST,
@@ -27,9 +28,7 @@ from optuna_dsat.report.figures import (
     missing,
     note_of,
 )
-from optuna_dsat.report.figures._curves import curves_of
-from optuna_dsat.report.figures._metric import MEMORY_EDGE
-from optuna_dsat.report.slot_time import account
+from optuna_dsat.report.figures._metric import MEMORY_EDGE, curves_of
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.study.space import hardware_of
 from optuna_dsat.trials import attributes, lineage

@@ -16,7 +16,7 @@ from optuna_dsat.cli import main
 from optuna_dsat.display.lines import lines_of
 from optuna_dsat.report.cards import answers_of, cards_of
 from optuna_dsat.report.dashboard.notes import study_note, trial_note
-from optuna_dsat.report.training import Training
+from optuna_dsat.report.facts import Training
 from optuna_dsat.store import Store
 from tests.harness.reports import ReportedStudyBench
 from tests.report.test_one_best import Changing

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from markdown_it import MarkdownIt
 
-from optuna_dsat.report.compare import render_comparison
 from optuna_dsat.report.dashboard.artifacts import artifacts_of
 from optuna_dsat.report.dashboard.live import LiveStudy
 from optuna_dsat.report.dashboard.notes import study_note, trial_note
 from optuna_dsat.report.page import render
 from optuna_dsat.report.view import read_view
+from optuna_dsat.report.write import render_comparison
 from optuna_dsat.store import Store
 from tests.harness.entry_points import Run, run_here
 

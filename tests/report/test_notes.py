@@ -10,7 +10,7 @@ from optuna_dsat.cost import memory
 from optuna_dsat.escape.markdown import code, fenced, literal, table
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.dashboard.notes import OWN_TEXT, keep_own_text, study_note, trial_note
-from optuna_dsat.report.memory_table import memory_table
+from optuna_dsat.report.facts import memory_table
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.secrecy.shapes import hidden_data
 from optuna_dsat.study.space import hardware_of

@@ -19,8 +19,8 @@ from optuna_dsat.cli.show import show_result
 from optuna_dsat.config import ds_config
 from optuna_dsat.display.lines import lines_of
 from optuna_dsat.report import figures
+from optuna_dsat.report.dashboard.live_app import ResultStorage
 from optuna_dsat.report.dashboard.notes import study_note, trial_note
-from optuna_dsat.report.dashboard.serve import ResultStorage
 from optuna_dsat.report.page import render
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.study.confirm.verdict import Verdict, VerdictKind

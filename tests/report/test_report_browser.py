@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.report.compare import render_comparison
 from optuna_dsat.report.page import sections_of
 from optuna_dsat.report.view import StudyView
+from optuna_dsat.report.write import render_comparison
 from optuna_dsat.trials import attributes
 from tests.harness.browser import needs_chromium, open_browser, open_page, until
 

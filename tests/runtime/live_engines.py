@@ -18,7 +18,7 @@ import deepspeed
 import torch
 from deepspeed.comm.torch import TorchBackend
 
-from optuna_dsat.config.live import live_changes
+from optuna_dsat.config.differences import live_changes
 from optuna_dsat.runtime.measure.live import change_settings
 
 WIDTH, BATCH = 64, 8

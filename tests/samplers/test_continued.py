@@ -15,7 +15,7 @@ from optuna.pruners import NopPruner
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
 from optuna_dsat.config import ds_config
-from optuna_dsat.config.live import live_changes
+from optuna_dsat.config.differences import live_changes
 from optuna_dsat.guided.order import start_of_climb
 from optuna_dsat.guided.posterior import Posterior
 from optuna_dsat.guided.problem import Problem

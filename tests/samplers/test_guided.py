@@ -16,11 +16,11 @@ from optuna.pruners import NopPruner
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from optuna_dsat.guided import planner as planner_module
+from optuna_dsat.guided.acquisition import Prospects
 from optuna_dsat.guided.candidates import CandidateTable
 from optuna_dsat.guided.planner import GuidedPlanner
 from optuna_dsat.guided.posterior import Posterior
 from optuna_dsat.guided.problem import Problem
-from optuna_dsat.guided.prospects import Prospects
 from optuna_dsat.guided.sizes import LEAST_GAIN
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.samplers import GuidedSampler

@@ -7,8 +7,13 @@ import math
 import numpy as np
 import pytest
 
-from optuna_dsat.guided.acquisition import Acquisition, expected_improvement, heavy_tailed_improvement, learnt_spread
-from optuna_dsat.guided.prospects import Prospects
+from optuna_dsat.guided.acquisition import (
+    Acquisition,
+    Prospects,
+    expected_improvement,
+    heavy_tailed_improvement,
+    learnt_spread,
+)
 from optuna_dsat.guided.sizes import outgrown_size, paying_sizes
 
 SD = 0.05

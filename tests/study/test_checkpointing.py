@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from optuna_dsat.config import ds_config
-from optuna_dsat.config.live import live_changes
+from optuna_dsat.config.differences import live_changes
 from optuna_dsat.cost.memory import Hardware, ModelProfile, estimate, largest_micro_batch, zero_settings
 from optuna_dsat.cost.step_time import COEFFICIENTS, Columns, StepTimeModel
 from optuna_dsat.errors import ConfigError

@@ -15,7 +15,7 @@ from optuna_dsat.cli.show import _print_bars
 from optuna_dsat.launch.machine.devices import Device, Devices
 from optuna_dsat.store import Store
 from optuna_dsat.study.options.methods import default_stages
-from optuna_dsat.tuning import devices
+from optuna_dsat.tuning import spec_builder
 from optuna_dsat.tuning.options import autotuning
 from optuna_dsat.tuning.options.given import Given
 from optuna_dsat.tuning.options.tune_options import AutotuningOptions
@@ -47,7 +47,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         host_memory_bytes=64 * GIB,
     )
     monkeypatch.setattr(autotuning, "detect_devices", lambda: result)
-    monkeypatch.setattr(devices, "detect_devices", lambda: result)
+    monkeypatch.setattr(spec_builder, "detect_devices", lambda: result)
 
 
 def test_tune_keeps_what_the_config_gives_one_value(bench: EntryPointBench) -> None:

@@ -81,21 +81,28 @@ def _for_typer(field_: Field[Any], option: Option, hint: Any) -> Any:
     flags = option.flags
     if not flags and field_.default is False:
         flags = ("--" + field_.name.replace("_", "-"),)  # no --no-... for a flag that is off by default
+    return Annotated[kind, _parameter(option, *flags, rich_help_panel=option.panel)]
 
+
+def again(kind: type[Any], name: str) -> Any:
+    """Return typer's parameter of an option that a class declares, for a command that takes it as well."""
+    option = options_in(kind)[name]
+    return _parameter(option, f"--{option.spelled(name)}")
+
+
+def _parameter(option: Option, *flags: str, **more: Any) -> Any:
     def complete(incomplete: str) -> list[str]:
         return [choice for choice in option.choices if choice.startswith(incomplete)]
 
-    return Annotated[
-        kind,
-        typer.Option(
-            *flags,
-            help=option.command_help,
-            metavar=option.metavar,
-            envvar=option.env,
-            autocompletion=complete if option.choices else None,
-            rich_help_panel=option.panel,
-        ),
-    ]
+    return typer.Option(
+        *flags,
+        help=option.command_help,
+        metavar=option.metavar,
+        envvar=option.env,
+        min=option.least,
+        autocompletion=complete if option.choices else None,
+        **more,
+    )
 
 
 def _place(option: Option | None) -> int:

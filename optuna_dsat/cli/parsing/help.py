@@ -157,11 +157,9 @@ _EXAMPLE = "deepspeed --num_gpus 8 train.py --deepspeed_config ds_config.json"
 
 
 class HelpCommand(TyperCommand):
-    """A command with a short and a long help.
+    """A command with a short help of the parameters ``first`` (empty: all) and a long one.
 
-    Attributes:
-        first: Names of the parameters that ``--help`` shows; empty for all.
-        takes_launcher: Whether a training command with its launcher may follow the options.
+    With ``takes_launcher``, a training command with its launcher may follow the options.
     """
 
     first: frozenset[str] = frozenset()

@@ -52,11 +52,7 @@ class OptionsFile:
     table: Mapping[str, Any]
 
     def default_map(self, root: TyperGroup, context: typer.Context) -> dict[str, Any]:
-        """Return the checked values as a ``default_map``: command -> option -> value, groups of commands nested.
-
-        Raises:
-            UsageError: If a key is not an option, or a value is invalid; names the file and the key.
-        """
+        """Return the checked values as a ``default_map``, nested as commands are; ``UsageError`` names file and key."""
         every, by_command = self._split_tables(self.table, root.commands)
         commands = dict(_walk(root))
         for name in every:
@@ -140,23 +136,14 @@ def _as_json(value: Any) -> str:
 def file_of(
     options: Path | None, *, cwd: Path, on_ignored: Callable[[str], None] = lambda _: None
 ) -> OptionsFile | None:
-    """Return the file given by ``--options``, else the options file of a folder; None if there is none.
-
-    Raises:
-        UsageError: If it cannot be read, or is not a table of options.
-    """
+    """Return the file given by ``--options`` (``read_options``), else of a folder (``find_options``); None without."""
     return find_options(cwd, on_ignored=on_ignored) if options is None else read_options(options)
 
 
 def find_options(folder: Path, *, on_ignored: Callable[[str], None] = lambda _: None) -> OptionsFile | None:
-    """Return the ``[tool.optuna-dsat]`` table of the nearest ``pyproject.toml`` with that table, searching upwards.
+    """Return the ``[tool.optuna-dsat]`` table of the nearest ``pyproject.toml`` with that table; None without any.
 
-    Args:
-        folder: Folder where the search starts.
-        on_ignored: Called with a message for each file that is ignored because another user can write it.
-
-    Returns:
-        The table; None if there is none.
+    ``on_ignored`` is called with a message for each file that is ignored because another user can write it.
 
     Raises:
         UsageError: If a ``pyproject.toml`` that mentions the table is not TOML, or the table is not a table.
@@ -206,11 +193,7 @@ def others_write(path: Path) -> str | None:
 
 
 def read_options(path: Path) -> OptionsFile:
-    """Return the options of a TOML file: all of it, or its ``[tool.optuna-dsat]`` table.
-
-    Raises:
-        UsageError: If it cannot be read, or is not a table of options.
-    """
+    """Return a TOML file's options: all, or its ``[tool.optuna-dsat]`` table; ``UsageError`` if there is none."""
     if path.suffix.lower() in (".json", ".yaml", ".yml"):
         raise UsageError(
             f"--options {path} is not TOML, the only form that options are read in: write them with the same names "

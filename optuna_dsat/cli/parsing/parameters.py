@@ -85,11 +85,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", help="Show the result alone.")]
 
 
 def confirm_replacing(path: Path, *, is_ours: Callable[[str], bool]) -> None:
-    """Prompt before replacing a file whose content optuna-dsat did not write.
-
-    Args:
-        path: The output file. Pipes and devices are not replaced, so there is no prompt for them.
-        is_ours: Returns whether a content was written by the same command.
+    """Prompt before replacing a file whose content this command did not write, by ``is_ours``; not of a pipe.
 
     Raises:
         UsageError: If a prompt is not possible.

@@ -29,10 +29,7 @@ COUNTS = ("--zero-stages", "--gpus-per-trial", "--cpu-ranks")
 
 
 def spread_numbers(argv: list[str], *options: str) -> list[str]:
-    """Rewrite ``option 1 2 3`` as ``option 1,2,3`` for each of ``options``, because an option takes a single value.
-
-    Arguments after ``--`` stay unchanged.
-    """
+    """Rewrite ``option 1 2 3`` before ``--`` as ``option 1,2,3``, because an option takes a single value."""
     result: list[str] = []
     index = 0
     while index < len(argv) and argv[index] != "--":
@@ -49,10 +46,7 @@ def spread_numbers(argv: list[str], *options: str) -> list[str]:
 
 
 def lift_option(argv: list[str], option: str) -> list[str]:
-    """Move ``option VALUE`` to the front of ``argv``, where options of all commands are parsed.
-
-    Arguments after ``--`` stay unchanged.
-    """
+    """Move ``option VALUE`` before ``--`` to the front of ``argv``, where options of all commands are parsed."""
     end = argv.index("--") if "--" in argv else len(argv)
     front: list[str] = []
     rest: list[str] = []
@@ -76,10 +70,7 @@ _ONCE_ENV = "OPTUNA_DSAT_SECRETS_HIDDEN"
 
 
 def without_password(command: Sequence[str]) -> tuple[list[str], str | None]:
-    """Return a command without storage URLs that contain a password, and the URL; None if no URL contains a password.
-
-    Arguments after ``--`` are the script's and stay unchanged.
-    """
+    """Return a command without storage URLs that have a password before ``--``, and such a URL; None without."""
     kept: list[str] = []
     secret: str | None = None
     words = iter(command)
@@ -106,10 +97,7 @@ def _has_password(url: str) -> bool:
 
 
 def without_secrets_of(command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Return this command without its secrets, and the variables that contain them instead.
-
-    A storage URL with a password becomes a variable; secrets of the script become references.
-    """
+    """Return a command without its secrets, and variables that contain them: references, and the storage URL."""
     kept, url = without_password(command)
     references = References(list(command))
     kept = list(refer_in_command(kept, references))
@@ -117,10 +105,7 @@ def without_secrets_of(command: Sequence[str]) -> tuple[list[str], dict[str, str
 
 
 def hide_secrets() -> None:
-    """Re-execute this command in this process, with its secrets in the environment instead of the arguments.
-
-    Only its user can read the environment of a process. Returns if there are no secrets.
-    """
+    """Re-execute a command that has secrets with these in its environment, which only its user can read."""
     if os.environ.pop(_ONCE_ENV, None) is not None:
         return
     command, secrets = without_secrets_of(sys.orig_argv)

@@ -76,9 +76,7 @@ class Artifact:
 
 
 def tail(path: Path, limit_bytes: int = LOG_LIMIT_BYTES) -> bytes:
-    """Return the end of a file from the start of a line, preceded by a line with the omitted size.
-
-    A file of at most ``limit_bytes`` is returned whole.
+    """Return the end of a file from the start of a line, after a line with the omitted size, or all of it.
 
     Raises:
         OSError: If it cannot be read, is a link or is not a regular file.
@@ -162,9 +160,7 @@ def save_artifacts(
     *,
     read_attributes: Callable[[], Mapping[str, Any]],
 ) -> int:
-    """Save artifacts for optuna-dashboard; return the number of new artifacts.
-
-    An earlier artifact of the same trial and name with other content is removed.
+    """Save artifacts for optuna-dashboard, replacing an earlier one of the name; return the number of new ones.
 
     ``read_attributes`` returns the study's current system attributes in the database.
     """

@@ -15,10 +15,10 @@ from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
+from optuna_dsat.report.facts import Training
 from optuna_dsat.report.launch_files import Links
 from optuna_dsat.report.page import page_values
 from optuna_dsat.report.template import page_text
-from optuna_dsat.report.training import Training
 from optuna_dsat.report.view import StudyView, end_reason_of, read_view
 from optuna_dsat.store import Store
 from optuna_dsat.study.confirm.rounds import Rounds
@@ -34,12 +34,7 @@ _SHARE = 0.1
 
 
 class LiveStudy:
-    """A study of a store, rendered again when it has changed. Thread-safe.
-
-    Raises:
-        UsageError: If the study does not exist, or plotly is not installed.
-        UnreadableStudyError: If it cannot be read.
-    """
+    """A study of a store, rendered again when it has changed; raises as ``read_view``. Thread-safe."""
 
     def __init__(self, store: Store, name: str) -> None:
         self._store = store
@@ -57,12 +52,7 @@ class LiveStudy:
         return self._view
 
     def now(self) -> tuple[str, str]:
-        """Return the version of the study's part of the page, and the study's current state as HTML.
-
-        Raises:
-            UsageError: If the study is gone.
-            StorageError: If the database fails.
-        """
+        """Return the version of the study's part of the page, and the study's current state as HTML."""
         with self._lock:
             version, trials, attrs = self._read()
             if self._refresh(version):  # took a while: other launches may run now
@@ -75,12 +65,7 @@ class LiveStudy:
             return self._version, self._html
 
     def page(self) -> str:
-        """Return the whole page.
-
-        Raises:
-            UsageError: If the study is gone.
-            StorageError: If the database fails.
-        """
+        """Return the whole page."""
         _, now = self.now()
         from markupsafe import Markup
 
@@ -108,11 +93,7 @@ class LiveStudy:
         return hashlib.sha256(seen.encode()).hexdigest()[:16], trials, attrs
 
     def _refresh(self, version: str) -> bool:
-        """Render the study's part of the page if it has changed and the last rendering is long enough ago.
-
-        Returns:
-            Whether it was rendered.
-        """
+        """Render the study's part of the page if it changed and that is not too soon; return whether it did."""
         if version == self._version or (self._html and time.monotonic() < self._render_after):
             return False
         began_s = time.thread_time()

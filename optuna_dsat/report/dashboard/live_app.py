@@ -1,20 +1,27 @@
-"""The live page over HTTP: a read-only WSGI application.
+"""The live page over HTTP, a read-only WSGI application, with optuna-dashboard if asked for, and their server.
 
-It answers only requests for this machine's names, which prevents DNS rebinding: a foreign page could otherwise read it
-through a domain that resolves to this machine. It serves configs and logs of the study's launches by checked names.
+The page answers only requests for this machine's names, which prevents DNS rebinding: a foreign page could otherwise
+read it through a domain that resolves to this machine. Configs and logs of launches are served by checked names.
 """
 
 from __future__ import annotations
 
+import io
 import ipaddress
 import json
 import socket
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from socketserver import ThreadingMixIn
+from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import urlsplit
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from optuna_dsat.errors import DsatError
+from optuna.artifacts import FileSystemArtifactStore
+from optuna.trial import FrozenTrial
+
+from optuna_dsat.errors import DsatError, UnreadableStudyError, UsageError
 from optuna_dsat.escape.terminal import one_line
 from optuna_dsat.report.dashboard.artifacts import log_without_secrets, tail
 from optuna_dsat.report.dashboard.live import LiveStudy
@@ -22,6 +29,9 @@ from optuna_dsat.report.launch_files import LIVE_FILES, file_of
 from optuna_dsat.report.template import PLOTLY, asset
 from optuna_dsat.secrecy.references import hidden_text
 from optuna_dsat.secrecy.shapes import hidden_data
+from optuna_dsat.store import Store
+from optuna_dsat.store.retry import RetryingStorage
+from optuna_dsat.study.stored import read_stored
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -168,3 +178,81 @@ def _reply(start: StartResponse, answer: _Answer, *, with_content: bool = True) 
     headers = [("Content-Type", kind), ("Content-Length", str(len(content))), *_HEADERS]
     start(f"{status.value} {status.phrase}", headers)
     return [content] if with_content else []
+
+
+_PATIENCE_S = 60
+"""Seconds without a request after which a connection is closed."""
+
+
+class ResultStorage(RetryingStorage):
+    """A storage whose best trial of a study is optuna-dsat's result: rounds may have refuted the best value."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store.storage, database=store.url)
+        self._store = store
+
+    def get_best_trial(self, study_id: int) -> FrozenTrial:
+        """Return the trial of the result; Optuna's best trial for a study that optuna-dsat did not create."""
+        name = self.get_study_name_from_id(study_id)
+        best = None
+        if self._store.find_study(name) is not None:
+            with suppress(UnreadableStudyError):  # a study of a newer version: use Optuna's best trial
+                best = read_stored(self._store, name).best
+        return super().get_best_trial(study_id) if best is None else best.trial
+
+
+class ServedArtifacts(FileSystemArtifactStore):
+    """A folder of artifacts whose logs are served without secrets printed by a script; files are unchanged."""
+
+    def open_reader(self, artifact_id: str) -> BinaryIO:
+        """Return the content of an artifact."""
+        with super().open_reader(artifact_id) as file:
+            return io.BytesIO(log_without_secrets(file.read()))
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """Serves each request in a separate daemon thread."""
+
+    daemon_threads = True
+
+
+class _Server6(_Server):
+    """Likewise, on an IPv6 address."""
+
+    address_family = socket.AF_INET6
+
+
+class _Quiet(WSGIRequestHandler):
+    """Logs no requests."""
+
+    timeout = _PATIENCE_S
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Discard the message."""
+
+
+def optuna_app(store: Store, artifacts: FileSystemArtifactStore | None) -> WSGIApplication:
+    """Return optuna-dashboard, with a store of artifacts if any."""
+    from optuna_dashboard import wsgi
+
+    served = None if artifacts is None else ServedArtifacts(artifacts._base_path)
+    app: WSGIApplication = wsgi(ResultStorage(store), artifact_store=served)
+    return app
+
+
+def serve(app: WSGIApplication, *, host: str, port: int, on_ready: Callable[[int], None]) -> None:
+    """Serve an application until interrupted; ``on_ready`` gets the port, a free one for port 0.
+
+    Raises:
+        UsageError: If the server cannot listen on the address.
+    """
+    kind = _Server6 if ":" in host else _Server
+    try:
+        server = make_server(host, port, app, server_class=kind, handler_class=_Quiet)
+    except OSError as error:
+        raise UsageError(
+            f"Cannot listen on {host}:{port}: {error.strerror or error}. Choose another --port or --host."
+        ) from error
+    with server:
+        on_ready(server.server_port)
+        server.serve_forever()

@@ -17,12 +17,12 @@ from optuna_dsat.report.facts import (
     advice_on,
     cli_command,
     fruitless_in_words,
+    memory_table,
     outcome_counts,
     ranks_of_a_launch,
     script_command_line,
     versions,
 )
-from optuna_dsat.report.memory_table import memory_table
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.secrecy.references import hidden_command
 from optuna_dsat.secrecy.shapes import hidden_data
@@ -215,10 +215,7 @@ def _commands(view: StudyView) -> str:
 
 
 def trial_note(view: StudyView, trial: FrozenTrial) -> str:
-    """Return the note of a launched trial: meaning of its outcome, advice, metrics and memory.
-
-    ``trial`` is one of ``view.launched``.
-    """
+    """Return the note of a launched trial: meaning of its outcome, advice, metrics and memory."""
     attrs = trial.user_attrs
     outcome = Outcome(attrs.get(attributes.OUTCOME, Outcome.LOST))
     what, advice = MEANING[outcome]

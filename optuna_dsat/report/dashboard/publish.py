@@ -76,21 +76,13 @@ def is_installed() -> bool:
 
 
 def require_installed() -> None:
-    """Raise if optuna-dashboard is missing.
-
-    Raises:
-        UsageError: If it is not installed; the message explains how to install it.
-    """
+    """Raise ``UsageError``, with how to install it, if optuna-dashboard is missing."""
     if not is_installed():
         raise UsageError("optuna-dashboard is not installed: pip install 'optuna-dsat[dashboard]'")
 
 
 def artifact_store(view: StudyView) -> FileSystemArtifactStore | None:
-    """Return the store of a study's artifacts; None if the folder of its files is not on this machine.
-
-    Raises:
-        UsageError: If the folder cannot be created.
-    """
+    """Return the store of a study's artifacts, else ``UsageError``; None if its folder is not on this machine."""
     if view.folder is None:
         return None
     folder = view.folder / FOLDER
@@ -105,9 +97,7 @@ def artifact_store(view: StudyView) -> FileSystemArtifactStore | None:
 
 
 def publish(store: Store, name: str, *, artifacts: bool = True) -> Published:
-    """Write a study's notes, plots and artifacts for optuna-dashboard.
-
-    ``artifacts`` tells whether to copy logs and configs as well.
+    """Write a study's notes, plots and, with ``artifacts``, logs and configs for optuna-dashboard.
 
     Raises:
         UsageError: If the study does not exist, or optuna-dashboard is not installed.

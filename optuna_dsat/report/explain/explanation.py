@@ -25,8 +25,8 @@ from typing import Any
 
 from optuna.trial import FrozenTrial
 
+from optuna_dsat.cost.gpus import utilisation
 from optuna_dsat.cost.step_time import ERROR
-from optuna_dsat.cost.utilisation import utilisation
 from optuna_dsat.errors import UsageError
 from optuna_dsat.guided.planner import GuidedPlanner
 from optuna_dsat.metrics import LARGER_IS_BETTER, Interval
@@ -138,10 +138,7 @@ class Explanation:
 
     @property
     def contradicted(self) -> bool:
-        """Whether the product of the factors differs from ``speed_up`` with 95% certainty.
-
-        A knob without a factor may explain any remainder.
-        """
+        """Whether the factors' product surely (95%) differs from ``speed_up``; a knob without one may explain all."""
         left = self.remainder
         if left is None or left.low is None or left.high is None:
             return False
@@ -164,11 +161,7 @@ class Explanation:
 
 
 def explain_study(study: StoredStudy) -> tuple[Explanation, str]:
-    """Return the explanation of a study's winner, and the winner's description.
-
-    Raises:
-        UsageError: If the study has no measurement, or its profile is gone.
-    """
+    """Return the explanation and the description of a study's winner; ``UsageError`` without measurement or profile."""
     explanation = explained(study)
     if explanation is None or study.best is None:
         raise UsageError(f"Nothing of the study {study.record.name!r} was measured: there is nothing to explain.")

@@ -57,10 +57,7 @@ class Effect:
 
 
 class Pairs:
-    """The measurements of a study, and the effects of single settings in them.
-
-    ``assumed_noise`` is the relative standard deviation between launches, used if no launch was repeated.
-    """
+    """Measurements of a study, and effects of single settings; ``assumed_noise`` (relative) if none was repeated."""
 
     def __init__(self, trials: Sequence[FrozenTrial], rounds: Rounds, *, maximize: bool, assumed_noise: float) -> None:
         self._params = {_key(trial): visible_params(trial) for trial in trials}

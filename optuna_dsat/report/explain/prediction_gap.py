@@ -166,10 +166,7 @@ def _slow_phases(
 
 
 def _look_at(phase: str, config: Mapping[str, Any], *, both: bool) -> str:
-    """Return where to look for the excess time of a phase.
-
-    ``both`` tells whether forward and backward pass are slower than predicted by about the same factor.
-    """
+    """Return where to look for a phase's excess time; ``both``: forward and backward pass are alike too slow."""
     structure = Structure.of(config)
     if phase == "step":
         if structure.nvme_count:

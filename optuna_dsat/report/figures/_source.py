@@ -66,21 +66,13 @@ def measure_of(history: History) -> Measure:
 
 
 def require_plotly() -> None:
-    """Raise if plotly is missing.
-
-    Raises:
-        UsageError: If it is not installed; the message explains how to install it.
-    """
+    """Raise ``UsageError``, with how to install it, if plotly is missing."""
     if importlib.util.find_spec("plotly") is None:
         raise UsageError("plotly is not installed: pip install 'plotly>=6'")
 
 
 def history_of(source: Source) -> History:
-    """Return the trials of any Optuna study.
-
-    Raises:
-        UsageError: If plotly is not installed.
-    """
+    """Return the trials of any Optuna study; ``UsageError`` if plotly is not installed."""
     require_plotly()
     if not isinstance(source, StudyView) and STUDY_UUID in source.user_attrs:
         source = view_of(source)
@@ -102,11 +94,7 @@ def history_of(source: Source) -> History:
 
 
 def view_of(source: Source) -> StudyView:
-    """Return a study with its spec, profile and launches.
-
-    Raises:
-        UsageError: If optuna-dsat did not make the study, it is not in a database, or plotly is not installed.
-    """
+    """Return a study with its spec, profile and launches. ``UsageError`` if it is not optuna-dsat's, or no plotly."""
     require_plotly()
     if isinstance(source, StudyView):
         return source

@@ -126,11 +126,7 @@ def translucent(colour: str, opacity: float) -> str:
 
 
 def lineage_words(trials: Sequence[FrozenTrial]) -> str:
-    """Return the description of a lineage's structure.
-
-    Args:
-        trials: The lineage's trials, not empty.
-    """
+    """Return the description of a lineage's structure by its trials, which are not empty."""
     for trial in trials:
         if attributes.CONFIG in trial.user_attrs:
             return Structure.of(trial.user_attrs[attributes.CONFIG]).words
@@ -140,10 +136,7 @@ def lineage_words(trials: Sequence[FrozenTrial]) -> str:
 
 
 def wrapped(words: str, width: int = 22, *, most_lines: int | None = None) -> str:
-    """Return text with plotly's line breaks, at most ``width`` characters a line; longer words are broken.
-
-    ``most_lines`` is the maximum number of lines, followed by an ellipsis; None for no limit.
-    """
+    """Return text with plotly's line breaks at ``width`` characters, ``most_lines`` of it at most, then an ellipsis."""
     lines = textwrap.wrap(words, width, max_lines=most_lines, placeholder="\u2026")
     return "<br>".join(map(figure_text, lines))
 
@@ -156,10 +149,7 @@ def new_figure() -> go.Figure:
 
 
 def lay_out(figure: go.Figure, *, title: str, x: str, y: str, note: str = "", **layout: Any) -> go.Figure:
-    """Set title, axis titles and the common look of a figure; return it.
-
-    ``note`` is the subtitle; empty for none.
-    """
+    """Set title, axis titles, a subtitle (``note``) and the common look of a figure; return it."""
     figure.update_layout(
         title={"text": f"{title}<br><sub>{note}</sub>" if note else title, "font": {"size": 15}},
         meta={"note": note} if note else None,

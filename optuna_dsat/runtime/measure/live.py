@@ -35,7 +35,7 @@ class NotLiveError(RuntimeError):
 
 
 def change_settings(engine: Any, changes: Mapping[str, Any]) -> None:
-    """Change settings of an engine, as returned by ``optuna_dsat.config.live.live_changes``.
+    """Change settings of an engine, as returned by ``optuna_dsat.config.differences.live_changes``.
 
     Call it on all ranks between the same two optimizer steps. After an error the engine may be partly changed: end the
     launch. The engine's config keeps its knobs' first values.

@@ -74,8 +74,8 @@ def check_loss(
 ) -> LossCheck:
     """Launch the user's config twice and the best config once, at the user's batch; compare their first losses.
 
-    ``name`` distinguishes the launches of several checks of a study; ``known`` are losses of the user's config in an
-    earlier check of as many steps.
+    ``name`` distinguishes several checks of a study; ``known`` are losses of the user's config in an earlier check of
+    as many steps.
 
     Raises:
         DeviceError: If other processes occupy the slots for too long.
@@ -146,10 +146,7 @@ def nothing_to_compare(spec: StudySpec) -> LossCheck:
 
 
 def compare(losses: Mapping[str, Sequence[float]], *, precision: str) -> LossCheck:
-    """Compare the losses of ``best`` and ``user``, given the difference between the user's two runs.
-
-    ``losses`` contains the loss of each step of the three launches.
-    """
+    """Compare the losses of ``best`` and ``user``, step by step, given the difference between the user's two runs."""
     counts = {name: len(values) for name, values in losses.items()}
     if len(set(counts.values())) != 1 or not counts["user"]:
         return _undecided(precision, losses, "the script's losses could not be seen at every step")

@@ -19,6 +19,7 @@ from optuna_dsat.launch.protocol import Conditions
 from optuna_dsat.metrics import Interval, student_t_975
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.trials import attributes
+from optuna_dsat.words import things_in_words
 
 MIN_ROUNDS = 3
 """Minimum number of rounds before any decision."""
@@ -182,11 +183,7 @@ class Noise:
 
 
 def paired_ratio(values: Mapping[int, float], others: Mapping[int, float], *, maximize: bool) -> Interval | None:
-    """Return the performance ratio of two configurations over the rounds that measured both.
-
-    The geometric mean of the ratios within rounds, with the 95% interval of their logarithms (Student's t); None if
-    no round measured both.
-    """
+    """Return the geometric mean of two configurations' ratios in common rounds, 95% by Student's t; None without."""
     sign = 1.0 if maximize else -1.0
     logs = [sign * math.log(values[key] / others[key]) for key in sorted(values.keys() & others.keys())]
     return _mean_of(logs) if logs else None
@@ -218,15 +215,11 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def pooled_noise(values: Mapping[int, Mapping[int, float]], *, reference: int) -> Noise | None:
-    """Return the noise between launches, pooled over the configurations of the rounds.
+    """Return the noise between launches, pooled over the configurations paired with ``reference``.
 
     The variance of a difference within rounds is twice the variance of a launch. Variances are weighted by their
-    degrees of freedom. Effects common to a whole round (drift of the machine) cancel out.
-
-    ``reference`` is the configuration with which the others are paired.
-
-    Returns:
-        The noise; None before any configuration was paired in two rounds.
+    degrees of freedom; effects common to a whole round cancel out. None before a configuration was paired in two
+    rounds.
     """
     squares, degrees, used = 0.0, 0, set()
     for number, own in values.items():
@@ -246,10 +239,8 @@ def pooled_noise(values: Mapping[int, Mapping[int, float]], *, reference: int) -
 def noise_of_search(values: Mapping[int, Mapping[int, float]], searched: Mapping[int, float]) -> Noise | None:
     """Return the noise of the search: the root mean square difference between its measurements and the rounds.
 
-    It includes drift of the machine and variation that the few steps of a launch do not show.
-
-    Returns:
-        The noise; None without a configuration that was measured in both.
+    It includes drift, and variation that a launch's few steps do not show. None without a configuration measured in
+    both.
     """
     logs = [
         math.log(searched[number]) - statistics.fmean(map(math.log, own.values()))
@@ -285,3 +276,85 @@ class Undecided:
     allowed: float
     """Relative loss up to which it ties with ``best``. If ``below`` is not larger, it is not surely better than the
     user's config."""
+
+
+_DRIFT = 3.0
+"""Allowed drift of the user's config between rounds, as a multiple of the noise between launches."""
+_SINCE_SEARCH = 0.05
+"""Relative difference between search and rounds that is always reported: the search counts few steps."""
+_OTHERS_SHARE = 0.05
+"""Share of the cores' time that other processes may take."""
+
+
+def warnings_of(
+    rounds: Rounds, *, searched: Mapping[int, float], baseline: int | None, noise: Noise | None, tie: float
+) -> tuple[str, ...]:
+    """Return the warnings on a confirmation."""
+    values = rounds.values()
+    least = max(tie, 0.0 if noise is None else _DRIFT * noise.relative_sd)
+    names = [] if baseline is None else _drift(values.get(baseline, {}), least=least, noise=noise)
+    for number in sorted(searched):
+        name = "Your config" if number == baseline else f"Trial {number}"
+        names += _since_search(name, values.get(number, {}), searched[number], least=max(least, _SINCE_SEARCH))
+    return (*names, *_others(rounds), *_on_gpus(rounds))
+
+
+def _drift(values: Mapping[int, float], *, least: float, noise: Noise | None) -> list[str]:
+    if noise is None or len(values) < 2:
+        return []
+    mean = statistics.fmean(math.log(value) for value in values.values())
+    strays = {number: math.log(value) - mean for number, value in values.items()}
+    worst = max(strays, key=lambda number: abs(strays[number]))
+    if abs(strays[worst]) <= least:
+        return []
+    return [
+        f"The machine changed while it was measured: in round {worst} your config was {_percent(strays[worst])} "
+        f"its mean over {things_in_words(len(values), 'round')}, and the noise of the rounds is "
+        f"{noise.relative_sd:.1%}."
+    ]
+
+
+def _since_search(name: str, values: Mapping[int, float], searched: float, *, least: float) -> list[str]:
+    if not values or searched <= 0:
+        return []
+    mean = statistics.fmean(math.log(value) for value in values.values())
+    if abs(mean - math.log(searched)) <= least:
+        return []
+    return [
+        f"{name} measured {_percent(mean - math.log(searched))} its value in the search over "
+        f"{things_in_words(len(values), 'round')}: only the rounds count."
+    ]
+
+
+def _percent(log: float) -> str:
+    return f"{abs(math.expm1(log)):.0%} {'above' if log > 0 else 'below'}"
+
+
+def _others(rounds: Rounds) -> list[str]:
+    shares = [launch.conditions.others_share for launch in rounds.launches]
+    busy = [share for share in shares if share is not None and share > _OTHERS_SHARE]
+    if not busy:
+        return []
+    cores = max(launch.conditions.cores or 0 for launch in rounds.launches)
+    return [
+        f"Other processes took up to {max(busy):.0%} of the time of {things_in_words(cores, 'core')} during "
+        f"{len(busy)} of {things_in_words(len(rounds.launches), 'launch')} of the confirmation."
+    ]
+
+
+def _on_gpus(rounds: Rounds) -> list[str]:
+    facts, total = [launch.conditions for launch in rounds.launches], len(rounds.launches)
+    shared = [fact.gpu_processes for fact in facts if fact.gpu_processes]
+    throttled = [fact.throttle_reasons for fact in facts if fact.throttle_reasons]
+    names = []
+    launches = things_in_words(total, "launch")
+    if shared:
+        names.append(f"Others used the GPUs during {len(shared)} of {launches}: {_listed(shared)}.")
+    if throttled:
+        reasons = _listed(throttled)
+        names.append(f"The GPUs' clocks were held down during {len(throttled)} of {launches}: {reasons}.")
+    return names
+
+
+def _listed(groups: Sequence[Sequence[str]]) -> str:
+    return ", ".join(dict.fromkeys(name for group in groups for name in group))

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from optuna_dsat.cost.gpus import utilisation
 from optuna_dsat.cost.memory import ModelProfile
-from optuna_dsat.cost.utilisation import utilisation
 from optuna_dsat.metrics import LARGER_IS_BETTER, SMALLER_IS_BETTER, UTILISATION, Interval
 from optuna_dsat.words import metric_in_words, range_in_words
 
@@ -37,10 +37,7 @@ class Speed:
 
     @property
     def text(self) -> str:
-        """Samples/s first, then other known speeds, then the metric if it is another; the metric alone if unknown.
-
-        FLOPS are given as the share of the GPU's peak if the peak is known (MFU).
-        """
+        """Samples/s, other known speeds (FLOPS as MFU if the peak is known), another metric; the metric if unknown."""
         if self.samples_per_s is None:
             return self._metric(self.value)
         parts = [metric_in_words("throughput", self.samples_per_s)]
@@ -97,10 +94,7 @@ def speed_of(metrics: Mapping[str, float], value: float, *, metric: str, device:
 
 
 class Speeds:
-    """Makes speeds of metrics; tokens per sample are learnt from launches, where all their inputs are tokens.
-
-    ``profile`` is the study's profile; None if it is not needed.
-    """
+    """Makes speeds; tokens per sample are learnt from launches, where all their inputs are tokens."""
 
     def __init__(self, profile: ModelProfile | None, *, metric: str, device: str) -> None:
         self._profile = profile

@@ -17,8 +17,7 @@ from optuna_dsat.config import ds_config
 from optuna_dsat.config.record import Record
 from optuna_dsat.guided.joint_estimate import JointEstimate
 from optuna_dsat.metrics import Interval, speed_up
-from optuna_dsat.study.confirm.lossy import may_be_result
-from optuna_dsat.study.confirm.measured import Measured
+from optuna_dsat.study.confirm.measured import Measured, may_be_result
 from optuna_dsat.study.confirm.rounds import (
     MIN_ROUNDS,
     PRECISION,
@@ -30,8 +29,8 @@ from optuna_dsat.study.confirm.rounds import (
     noise_of_search,
     paired_ratio,
     pooled_noise,
+    warnings_of,
 )
-from optuna_dsat.study.confirm.warnings import warnings_of
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import outcome_in_words
@@ -170,10 +169,7 @@ def are_alike(batch: int, other: int) -> bool:
 
 
 def verdict_of(trials: Sequence[FrozenTrial], rounds: Rounds, spec: StudySpec) -> Verdict | None:
-    """Return the verdict on a study by all trials and the rounds; None if nothing was measured.
-
-    A trial whose settings change numbers is not selected unless its losses agree with those of the user's config.
-    """
+    """Return the verdict by all trials and the rounds, among trials that ``may_be_result``; None without any."""
     judge = _Judge(trials, rounds, spec)
     if not judge.permitted:
         return None
@@ -320,10 +316,7 @@ class _Judge:
         return tuple(contenders)
 
     def _preferred(self, tied: Sequence[int]) -> int:
-        """Choose among tied trials: by global batch, settings that differ from the user's, then the metric.
-
-        With a posterior, fewer differing settings are worth a quarter of the tie at most.
-        """
+        """Choose by global batch, then by fewer differing settings (worth ``_NEARNESS`` of the tie), then by metric."""
         least = min(map(self._batch, tied))
         smallest = [number for number in tied if are_alike(self._batch(number), least)]
         if self._estimate is not None and self._baseline not in smallest:

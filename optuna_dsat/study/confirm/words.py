@@ -17,10 +17,7 @@ def verdict_in_words(verdict: Verdict, *, metric: str, device: str = "cuda") -> 
 
 
 def answers_in_words(verdict: Verdict, *, metric: str, device: str = "cuda") -> tuple[str, ...]:
-    """Return the answer as a line, or two if the result has another global batch than the user's config.
-
-    The first is then the answer at the user's batch, the second the result.
-    """
+    """Return the answer as a line; if its global batch is not the user's, the answer at that batch precedes it."""
     same_batch, answer = _at_same_batch(verdict), _answer(verdict, metric=metric, device=device)
     if same_batch:
         batch = things_in_words(verdict.result.train_batch_size, "sample")

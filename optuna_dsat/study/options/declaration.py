@@ -41,6 +41,8 @@ class Option:
     """From the value of ``text_type`` to the field's; None where they are the same."""
     autotuning: str | None = None
     """Field of ``config.autotuning_section.Autotuning`` that gives the value if nothing else does."""
+    least: float | None = None
+    """Smallest value that a command accepts; None for the field's own rule."""
     choices: tuple[str, ...] = ()
     """Values that a shell completes."""
     before: str = ""

@@ -16,10 +16,7 @@ MOST_RUNGS = 64
 
 
 def default_stages(method: str) -> tuple[int, ...]:
-    """Return the ZeRO stages that a method searches where none are asked for.
-
-    The three methods of Determined's DeepSpeed Autotune keep its default; small models are fastest without ZeRO.
-    """
+    """Return the ZeRO stages that a method searches by default: Determined's methods keep the default of dsat."""
     return ZERO_STAGES if method == "guided" else (1, 2, 3)
 
 

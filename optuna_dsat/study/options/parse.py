@@ -21,11 +21,7 @@ def named_config(path: Path | None) -> Path | None:
 
 
 def share(value: str | float, *, option: str = "--tie") -> float:
-    """Parse a share given as ``1%`` or ``0.01``.
-
-    Raises:
-        UsageError: If it is neither.
-    """
+    """Parse a share given as ``1%`` or ``0.01``; raise ``UsageError`` for anything else."""
     text = str(value).strip()
     try:
         return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
@@ -34,11 +30,7 @@ def share(value: str | float, *, option: str = "--tie") -> float:
 
 
 def split_stages(texts: Sequence[str] | None) -> tuple[int, ...] | None:
-    """Parse ZeRO stages such as ``["1,2", "3"]``, in ascending order; None without texts.
-
-    Raises:
-        UsageError: If an entry is not a ZeRO stage.
-    """
+    """Parse ZeRO stages such as ``["1,2", "3"]``, in ascending order; None without. Others raise ``UsageError``."""
     if not texts:
         return None
     stages = set()
@@ -55,11 +47,7 @@ def split_names(texts: Sequence[str] | None) -> tuple[str, ...] | None:
 
 
 def split_counts(text: str | None, *, option: str) -> int | tuple[int, ...] | None:
-    """Parse a number such as ``8``, or several numbers such as ``1,2,4,8``; None without a text.
-
-    Raises:
-        UsageError: If a part is not a number.
-    """
+    """Parse ``8``, or several numbers as ``1,2,4,8``; None without a text. Others raise ``UsageError``."""
     if text is None:
         return None
     parts = re.split(r"[,\s]+", text.strip("[] "))
@@ -70,11 +58,7 @@ def split_counts(text: str | None, *, option: str) -> int | tuple[int, ...] | No
 
 
 def one_count(value: int | Sequence[int] | None, *, option: str) -> int | None:
-    """Return the number of devices of a single search.
-
-    Raises:
-        UsageError: If there are several.
-    """
+    """Return the number of devices of a single search; raise ``UsageError`` if there are several."""
     if value is None or isinstance(value, int):
         return value
     if len(value) != 1:
@@ -83,11 +67,7 @@ def one_count(value: int | Sequence[int] | None, *, option: str) -> int | None:
 
 
 def split_fixed(texts: Sequence[str] | None) -> dict[str, Any] | None:
-    """Parse ``KEY=VALUE`` texts to knob -> value, values as JSON where possible; None without texts.
-
-    Raises:
-        UsageError: If a text has no key or no value.
-    """
+    """Parse ``KEY=VALUE`` texts, values as JSON where possible; raise ``UsageError`` without a key or value."""
     fixed: dict[str, Any] = {}
     for text, key, value in _pairs(texts):
         if not key or not value:
@@ -102,11 +82,7 @@ def split_fixed(texts: Sequence[str] | None) -> dict[str, Any] | None:
 
 
 def split_mappings(texts: Sequence[str] | None) -> dict[str, str] | None:
-    """Parse ``KEY=--OPTION`` texts to config key -> option of the script; None without texts.
-
-    Raises:
-        UsageError: If a text has no ``=``.
-    """
+    """Parse ``KEY=--OPTION`` texts to config key -> option; raise ``UsageError`` if one has no ``=``."""
     mappings = {}
     for text, key, option in _pairs(texts):
         if option is None:
@@ -116,11 +92,7 @@ def split_mappings(texts: Sequence[str] | None) -> dict[str, str] | None:
 
 
 def split_environment(texts: Sequence[str] | None) -> dict[str, str] | None:
-    """Parse ``NAME=VALUE`` texts to variable -> value; None without texts.
-
-    Raises:
-        UsageError: If a text has no name or no ``=``.
-    """
+    """Parse ``NAME=VALUE`` texts; raise ``UsageError`` if one has no name or no ``=``."""
     variables = {}
     for text, name, value in _pairs(texts):
         if not name or value is None:

@@ -43,8 +43,6 @@ def find_batch_rule(
     Two launches reveal rows per sample (views, pairs, groups): the engine's input rows have the same ratio to the
     micro-batch in both. For an option that the user mapped, only its rows per sample are detected.
 
-    The ZeRO settings of ``overlay`` are known to fit.
-
     Raises:
         UsageError: If an option that the user mapped does not change the engine's inputs.
     """
@@ -105,9 +103,7 @@ def find_trainer(
 ) -> ScriptTrainer | None:
     """Return the script's trainer, with the options or the settings file proven to set its batch sizes.
 
-    The trainer itself follows each configuration as it is; these are for the command that trains with the best.
-
-    The ZeRO settings of ``overlay`` are known to fit.
+    The trainer follows each configuration as it is; these are for the command that trains with the best.
     """
     if record.trainer is None:
         return None
@@ -149,8 +145,6 @@ def find_stage_option(
 
     It is proven by a launch with another value of the option, whose overlay leaves the stage to the script: the config
     that reaches ``deepspeed.initialize`` has that stage. An option that the user mapped is not searched for.
-
-    ``differences`` are the differences between the script's config and the file, as of ``follow_script``.
     """
     own = _scripts_stage(spec, differences)
     if STAGE in spec.script.arg_mappings or not spec.follow_batch:
@@ -195,15 +189,9 @@ def _is_proven(
     own: int,
     holds: Callable[[LaunchRecord, int], bool],
 ) -> bool:
-    """Whether a launch at another micro-batch than the script's own shows that it follows.
+    """Whether a launch at another micro-batch than the script's ``own`` shows, by ``holds``, that it follows.
 
-    Args:
-        spec: The study, with the candidate rules for the batch size.
-        launch: Runs and reports a launch.
-        name: Name of the launches, to which the micro-batch is added.
-        overlay: ZeRO settings that are known to fit.
-        own: The script's own micro-batch.
-        holds: Whether a measured launch shows a micro-batch.
+    ``spec`` has the candidate rules for the batch size; the ZeRO settings of ``overlay`` are known to fit.
     """
     for size in (2 * own, own // 2):  # half if twice as much does not fit
         if size == 0:

@@ -26,11 +26,7 @@ _DECIDING = (OFFLOAD_OPTIMIZER, NVME, OFFLOAD_PARAM, "sub_group_size")
 
 
 def measured_nvme(spec: StudySpec) -> Speed:
-    """Return the speed of a study's folder on NVMe.
-
-    Raises:
-        UsageError: If nothing can be written there.
-    """
+    """Return the speed of a study's folder on NVMe; raise ``UsageError`` if nothing can be written there."""
     folder = Path(spec.nvme_folder or "")
     try:
         return measure(folder, size_bytes=_SPEED_BYTES)
@@ -77,10 +73,7 @@ def _configs_on_nvme(spec: StudySpec, space: SearchSpace) -> Iterator[Mapping[st
 
 
 def host_memory_in_words(name: str, peaks: HostPeaks, hardware: Hardware) -> tuple[str, str]:
-    """Return the host memory to load the model, of steps and to save it, and what to do where a host has less.
-
-    ``name`` describes the configuration.
-    """
+    """Return the host memory to load, train and save the model with config ``name``, and a remedy for too little."""
     ranks = things_in_words(hardware.ranks_on_node, "rank")
     parts = [f"{bytes_in_words(peaks.loading_bytes)} to load the model if {ranks} of a host build it whole"]
     parts += [f"{bytes_in_words(peaks.step_bytes)} in steps"] if peaks.step_bytes else []
@@ -102,10 +95,7 @@ def host_memory_in_words(name: str, peaks: HostPeaks, hardware: Hardware) -> tup
 
 
 def saving_in_words(spec: StudySpec, profiled: Profiled) -> str:
-    """Return a warning if no configuration of ZeRO 3 leaves the host memory to collect and save the model; else empty.
-
-    Loading needs no warning: the ranks of the profile launch have loaded the model.
-    """
+    """Return a warning if no configuration of ZeRO 3 leaves the host memory to save the model; else empty."""
     if 3 not in spec.stages:
         return ""
     hardware, base = hardware_of(spec, profiled), ds_config.effective(spec.ds_config)

@@ -15,9 +15,9 @@ from typing import Any
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.knobs import KNOBS
-from optuna_dsat.config.misspelt import correction
 from optuna_dsat.config.space_builder import SpaceRequest, smallest_micro_batch
 from optuna_dsat.config.structures import GUIDE_ORDER, Structure
+from optuna_dsat.config.user_file import correction
 from optuna_dsat.cost.memory import ModelProfile
 from optuna_dsat.errors import DsatError, NothingRunnableError, ScriptFailedError
 from optuna_dsat.launch.follow import SlotWait, follow

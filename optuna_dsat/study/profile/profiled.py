@@ -107,11 +107,10 @@ class Profiled(Record):
     def zero_is_untested(self, spec: StudySpec) -> bool:
         """Return whether only ZeRO 0 is known to train as the user's config does.
 
-        DeepSpeed refuses ZeRO with optimizers that it does not list as tested: ZeRO flattens and splits parameters, and
-        an optimizer that reads their shapes trains differently then. The user accepts that by the config's
-        ``zero_allow_untested_optimizer`` or by training with ZeRO already, as accelerate and the trainers allow.
-        They set the key for any optimizer, so where they run, only the file's counts. A comparison of losses with and
-        without ZeRO shows it, too (``ProfileTurn``).
+        DeepSpeed refuses ZeRO with optimizers that it does not list as tested: an optimizer that reads the shapes of
+        parameters trains differently with flattened ones. The user accepts that by ``zero_allow_untested_optimizer``
+        (where accelerate or a trainer sets it for any optimizer, in the file) or by training with ZeRO already, else a
+        comparison of losses shows it.
         """
         return self._needs_permission(spec) and not self.trains_alike_with_zero
 
@@ -133,10 +132,7 @@ class Profiled(Record):
         return any(name.partition(".")[0] == "accelerate" for name in self.preload.modules)
 
     def operators(self, spec: StudySpec, space: SearchSpace) -> tuple[str, ...]:
-        """Return the names of the operator builders that launches of a search may need.
-
-        accelerate allows DeepSpeed any optimizer where it prepares the script's own, which shows that it does.
-        """
+        """Return the builders of operators that launches of a search may need; accelerate allows any optimizer."""
         config = self.followed_by(spec).ds_config
         return operators_of(
             config,
@@ -148,7 +144,7 @@ class Profiled(Record):
     def advice(self, config: Mapping[str, Any], *, settings_written: bool = False) -> str:
         """Return suggested changes to the script; empty without any.
 
-        ``settings_written`` tells whether a copy of the script's settings file has its batch size.
+        ``settings_written``: as in ``trains_by_command``.
         """
         edits = self._edits(config, settings_written=settings_written)
         names = [f"Without `optuna-dsat train`, change the script: {edits}"] if edits else []
@@ -162,10 +158,8 @@ class Profiled(Record):
     def trains_by_command(self, spec: StudySpec, config: Mapping[str, Any], *, settings_written: bool) -> bool:
         """Whether the script's own command, with a config's file, trains with all of that config.
 
-        It does not if the batch size is set in code, if code overwrites settings that it has read from the file, or if
-        accelerate treats each rank as a separate job.
-
-        ``settings_written`` tells whether a copy of the script's settings file has its batch size.
+        It does not if the batch size is set in code and not in a settings file with a copy (``settings_written``), if
+        code overwrites settings that it has read from the file, or if accelerate treats each rank as a separate job.
         """
         followed = {*spec.script.arg_mappings, *([ds_config.MICRO_BATCH] if self.batch or self.trainer else [])}
         settings = ds_config.flatten(config)
@@ -187,8 +181,7 @@ class Profiled(Record):
         """Build from the output of ``to_json`` of this version or an older version, which used the key ``rung``.
 
         Raises:
-            ValueError: If it lacks a field, or names what no profile launch learns: a shared database is not trusted to
-                name what to run.
+            ValueError: If a field is missing, or names what no profile launch learns: a shared database is not trusted.
         """
         if "rung" in record:
             record = {"measured_with": record["rung"], **record}

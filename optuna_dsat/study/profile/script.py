@@ -29,9 +29,7 @@ def user_config(spec: StudySpec, *, data_parallel_size: int | None = None) -> tu
     """Return the user's config with explicit batch sizes, and the overlay that makes them explicit.
 
     With ``--train-batch-size`` it has this global batch, for a fair comparison: at the user's micro-batch, or the next
-    smaller micro-batch that divides the samples of a rank.
-
-    ``data_parallel_size`` counts the ranks that consume different samples; None for all ranks.
+    smaller one that divides the samples of a rank. ``data_parallel_size`` is None for all ranks.
     """
     config = ds_config.effective(spec.ds_config)
     ranks = data_parallel_size or spec.slots_per_trial
@@ -48,10 +46,7 @@ def user_config(spec: StudySpec, *, data_parallel_size: int | None = None) -> tu
 def enqueue_user_config(
     study: optuna.Study, *, store: Store, spec: StudySpec, space: SearchSpace, data_parallel_size: int | None
 ) -> None:
-    """Enqueue the user's config as the first trial of a study, once per study, unless disabled in the spec.
-
-    ``data_parallel_size`` counts the ranks that consume different samples; None for all ranks.
-    """
+    """Enqueue the user's config as the first trial of a study, once per study, unless disabled in the spec."""
     if not spec.enqueue_user_config:
         return
     config, _ = user_config(spec, data_parallel_size=data_parallel_size)
@@ -100,18 +95,10 @@ def follow_script(
     stage_option: str = "",
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> StudySpec:
-    """Return the spec completed with the script's settings that the profile launch detected.
+    """Return the spec completed with the script's settings that the profile launch detected; see ``Profiled``.
 
-    Args:
-        spec: The study.
-        differences: Dotted key of the DeepSpeed config -> (the script's value, the file's) where the script passes
-            a different value; the script's value is the baseline, and None removes a key.
-        trainer: The script's trainer; None if it has none.
-        defaults: Option of the script -> its default.
-        batch: Rule that sets the script's batch size; None if it follows the DeepSpeed config.
-        ranks: Data-parallel ranks; None for all.
-        stage_option: Option of the script that sets its ZeRO stage; empty if none does.
-        environment: Additional variables that the script needs.
+    ``defaults`` are its ``option_defaults`` and ``ranks`` its ``data_parallel_size``. The script's value of a differing
+    key is the baseline; None removes the key.
     """
     own = {key: values[0] for key, values in differences.items()}
     config = ds_config.with_values(spec.ds_config, own) if own else spec.ds_config
@@ -131,10 +118,7 @@ def follow_script(
 
 
 def follow_batch(spec: StudySpec, rule: BatchRule | None, *, ranks: int) -> StudySpec:
-    """Return the spec whose launches set the script's batch size by a rule; the script's batch size is the baseline.
-
-    ``rule`` is the rule that sets the script's batch size; None if it follows the DeepSpeed config.
-    """
+    """Return the spec whose launches set the script's batch size, the baseline, by a rule; unchanged without one."""
     if rule is None:
         return spec
     triangle = ds_config.batch_triangle(ds_config.effective(spec.ds_config), world_size=ranks)

@@ -11,8 +11,8 @@ from typing import Any
 
 from optuna_dsat.config.ds_config import MICRO_BATCH
 from optuna_dsat.config.knobs import CHECKPOINT_EVERY, LEAF_MODULE
-from optuna_dsat.config.misspelt import misspelt_in_words
 from optuna_dsat.config.op_builders import operators_at_start
+from optuna_dsat.config.user_file import misspelt_in_words
 from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.outcome import Outcome
@@ -135,10 +135,7 @@ class ProfileTurn:
             time.sleep(_WAIT_S)
 
     def _stored(self) -> StoredProfile | None:
-        """Return the profile with which the study's trials were planned; without trials, its fingerprint's profile.
-
-        A resumed study keeps its profile, even if a file in the script's folder has changed.
-        """
+        """Return the profile with which the study's trials were planned; without trials, its fingerprint's profile."""
         own = attributes_of(self._store, self._spec.name).get(attributes.FINGERPRINT)
         compared = self.fingerprint + _COMPARED
         if own == compared or self._compare_zero:

@@ -66,10 +66,7 @@ class Proposals:
         return not waiting and self._method.exhausted(self._study)
 
     def ask(self) -> optuna.Trial | None:
-        """Ask for a trial; None if the trials under consideration may use up the budget.
-
-        Workers ask one at a time, so that together they do not exceed the budget.
-        """
+        """Ask for a trial, one worker at a time; None if trials under consideration may use up the budget."""
         asked: list[optuna.Trial] = []
 
         def work() -> optuna.Trial | None:
@@ -93,10 +90,7 @@ class Proposals:
         return attributes.launches_used(trials) + considered < self.most
 
     def enqueue_at_user_batch(self) -> bool:
-        """Enqueue the configuration at the user's global batch that is most worth a launch; return whether it was.
-
-        The trials of the search are prior knowledge for it. Accumulation provides the rest of the batch.
-        """
+        """Enqueue the configuration at the user's global batch most worth a launch; return whether it was."""
         planner = self._method.at_user_batch
 
         def work() -> bool:

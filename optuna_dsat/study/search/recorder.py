@@ -124,11 +124,7 @@ class TrialRecorder:
         self._store.record_steps(self._uuid, flight.request.launch_id, flight.record.events)
 
     def tell(self, flight: Flight, report: LaunchReport) -> None:
-        """Finish the trial of a launch; a trial that was given to another worker is dropped.
-
-        Raises:
-            ScriptFailedError: If the script fails with every configuration.
-        """
+        """Finish a launch's trial, if still this worker's; ``ScriptFailedError`` if it fails with every config."""
         trial, value = flight.trial, self._value(flight, report)
 
         def finish() -> None:
@@ -145,11 +141,7 @@ class TrialRecorder:
         self._raise_script_failure(flight, report)
 
     def call_back(self) -> None:
-        """Call the callbacks for each trial finished since the last call, as ``optuna.Study.optimize`` does.
-
-        Raises:
-            Exception: As a callback raised it; the trial is stored.
-        """
+        """Call the callbacks for trials finished since the last call, as ``optuna.Study.optimize``; they may raise."""
         self._study._thread_local.in_optimize_loop = True  # lets callbacks call ``study.stop``
         try:
             while self._finished:
@@ -244,10 +236,7 @@ class TrialRecorder:
 
 
 def _data_limit(flight: Flight) -> int:
-    """Return the largest number of samples per rank and global step with which the data last for all profile steps.
-
-    A script that never fed a whole micro-batch cannot feed larger micro-batches.
-    """
+    """Return the most samples per rank and global step that last for all profile steps, or that were ever fed."""
     config, fed = flight.request.ds_config, flight.record.observed_micro_batch
     micro_batch, accumulation = int(config[ds_config.MICRO_BATCH]), int(config.get(ds_config.GRADIENT_ACCUMULATION, 1))
     batch = micro_batch * accumulation

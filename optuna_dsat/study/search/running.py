@@ -115,10 +115,7 @@ class Flights:
             self.start(flight)
 
     def land(self, launch_id: str, *, exiting: bool) -> None:
-        """Remove a launch from the running launches.
-
-        ``launch_id`` is the launch; nothing happens if it does not run.
-        """
+        """Remove a launch from the running launches, if it is one; ``exiting`` while its processes are not gone."""
         flight = self._running.pop(launch_id, None)
         if flight is not None and exiting:
             self._exiting[launch_id] = flight
@@ -128,11 +125,7 @@ class Flights:
         return self._exiting.pop(launch_id, None)
 
     def watch_slots(self, *, ending: bool) -> None:
-        """Report and limit the wait for slots while nothing runs for want of them.
-
-        Raises:
-            DeviceError: If others hold the slots for too long.
-        """
+        """Report the wait for slots while nothing runs; raise ``DeviceError`` if others hold them for too long."""
         wait = self._context.wait
         waiting = {flight.request.launch_id for flight in self._waiting} | set(self._launcher.waiting)
         if self._exiting or self._running.keys() - waiting:
@@ -152,11 +145,7 @@ class Flights:
             self._launcher.stop(launch_id, message=reason)
 
     def return_all(self, *, reason: str) -> list[int]:
-        """Stop all launches and return their trials to the study, where another run or worker takes them.
-
-        Returns:
-            Numbers of the trials.
-        """
+        """Stop all launches and return their trials to the study, for another run or worker; return their numbers."""
         flights, self._running = list(self._running.values()), {}
         for flight in flights:
             self._launcher.stop(flight.request.launch_id, outcome=Outcome.LOST, message=reason)

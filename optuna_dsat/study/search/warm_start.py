@@ -40,9 +40,9 @@ class _Earlier:
 def prior_knowledge_of(
     study: optuna.Study, *, store: Store, spec: StudySpec, profiled: Profiled, fingerprint: str
 ) -> tuple[PriorKnowledge | None, bool]:
-    """Return the prior knowledge of a study and whether it is new; None without prior knowledge.
+    """Return a study's prior knowledge, None without any, and whether this call gathered and stored it.
 
-    It is new if this call gathered and stored it. A study that was started without prior knowledge stays without.
+    A study that was started without prior knowledge stays without.
 
     Raises:
         UsageError: If ``--warm-start`` names a study that cannot be used.
@@ -63,10 +63,7 @@ def prior_knowledge_of(
 
 
 def check_warm_start(store: Store, spec: StudySpec) -> None:
-    """Refuse a ``--warm-start`` that names no measured study, before anything is launched.
-
-    A study that has stored its prior knowledge no longer needs the earlier study.
-    """
+    """Refuse a ``--warm-start`` that names no measured study, unless its knowledge is stored with this one."""
     named = spec.options.warm_start
     if named is None or (
         store.find_study(spec.name) is not None and attributes.WARM_START in attributes_of(store, spec.name)
@@ -84,11 +81,7 @@ def check_warm_start(store: Store, spec: StudySpec) -> None:
 
 
 def gather(store: Store, spec: StudySpec, profiled: Profiled, *, fingerprint: str) -> PriorKnowledge | None:
-    """Return prior knowledge from earlier studies; None without any, or with ``--no-warm-start``.
-
-    Raises:
-        UsageError: If the study that ``--warm-start`` names ran on other hardware.
-    """
+    """Return prior knowledge from earlier studies, if wanted and any; ``UsageError`` if named on other hardware."""
     if spec.options.no_warm_start:
         return None
     named = spec.options.warm_start
@@ -143,10 +136,7 @@ def _read(store: Store, name: str) -> _Earlier | None:
 
 
 def _knowledge_of(studies: list[_Earlier], *, same_model: bool) -> PriorKnowledge:
-    """Fit the coefficients to each study in turn, the oldest first, and gather the launches of all.
-
-    ``same_model`` tells whether they trained the model of the new study; otherwise its launches are not taken over.
-    """
+    """Fit the coefficients to each study in turn, the oldest first; of the ``same_model``, gather their launches."""
     prior_knowledge: PriorKnowledge | None = None
     names: list[str] = []
     launches: list[EarlierLaunch] = []

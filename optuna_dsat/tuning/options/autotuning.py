@@ -28,12 +28,7 @@ _METHODS = {"random": "random", "gridsearch": "binary", "model_based": "asha"}
 
 
 def options_of(section: Autotuning) -> tuple[dict[str, Any], list[str]]:
-    """Return the options that an ``autotuning`` section sets, and a line for each unsupported key.
-
-    Returns:
-        Options by name (including ``method``), to be used where no other origin sets them; and lines such as
-        ``autotuning.results_dir is not used: --output-dir is used``.
-    """
+    """Return options (including ``method``) by an ``autotuning`` section, and a line for each unsupported key."""
     declared = options_in(AutotuningOptions)
     options = {
         name: getattr(section, option.autotuning) for name, option in declared.items() if option.autotuning is not None
@@ -143,10 +138,8 @@ def _too_many(count: int, available: int) -> str:
 def with_autotuning(given: Given, *, keep_values: bool = False) -> tuple[Given, list[str]]:
     """Fill unset options from the config's ``autotuning`` section; also return notes about unsupported keys.
 
-    Args:
-        given: The options.
-        keep_values: Whether knobs with a single value in the config stay fixed, as in DeepSpeed's autotuner, if the
-            config enables autotuning.
+    ``keep_values`` tells whether knobs with a single value in the config stay fixed, as in DeepSpeed's autotuner, if
+    the config enables autotuning.
     """
     options = given.options
     user = user_config(options)

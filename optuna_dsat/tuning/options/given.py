@@ -51,12 +51,9 @@ class _Config(os.PathLike[str]):
 
 
 def with_config(given: Given) -> Given:
-    """Read the config, once for all searches of a start; a dictionary gets the path of the file to be written.
+    """Read the config, once for all searches of a start, else ``ConfigError``; a dictionary gets its file's path.
 
     The file's name depends on the content, so the same dictionary continues the study.
-
-    Raises:
-        ConfigError: If it cannot be read.
     """
     options = given.options
     config = options.ds_config

@@ -36,11 +36,7 @@ _MANY = {int: "whole numbers", float: "numbers", str: "texts", Callable: "functi
 def coerced(name: str, value: Any, kind: Any, *, alone: bool = True) -> Any:
     """Convert an argument to its declared type: NumPy numbers to Python numbers, any iterable to a tuple.
 
-    Args:
-        name: The argument, for messages.
-        value: The given value; None is returned unchanged.
-        kind: Type of the argument.
-        alone: Whether a single element is accepted for a sequence.
+    None is returned unchanged. ``alone`` tells whether a single element is accepted for a sequence.
 
     Raises:
         TypeError: If the value has another type; names the argument, the accepted types and the value.
@@ -160,11 +156,7 @@ def _with_text_keys(value: Mapping[Any, Any], name: str) -> Mapping[str, Any]:
 
 
 def plain_data(value: Any, name: str) -> Any:
-    """Convert data to JSON types: tuples to lists, NumPy scalars to Python scalars, paths to strings.
-
-    Raises:
-        TypeError: If a value has no JSON type; names its location.
-    """
+    """Convert data to JSON types, also tuples, NumPy scalars and paths; ``TypeError`` has the location of others."""
     value = _native(value)
     if value is None or isinstance(value, bool | str | int | float):
         return value

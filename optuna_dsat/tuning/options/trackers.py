@@ -31,9 +31,7 @@ TRACKERS = tuple(_MODULES)
 class Tracker:
     """Callback of a search that logs each trial to a tracker; a failure is a warning, and the search continues.
 
-    Args:
-        name: A tracker of ``TRACKERS``.
-        value: Project of W&B, tracking URI of MLflow, or folder of TensorBoard; empty for the tracker's default.
+    ``value`` is W&B's project, MLflow's tracking URI or TensorBoard's folder; empty for the tracker's default.
     """
 
     def __init__(self, name: str, value: str = "") -> None:
@@ -63,11 +61,7 @@ class Tracker:
 
 
 def split_trackers(texts: Sequence[str] | None) -> tuple[Tracker, ...] | None:
-    """Parse trackers such as ``["wandb", "tensorboard=runs"]``; None without texts.
-
-    Raises:
-        UsageError: If a tracker does not exist, or one of its packages is not installed.
-    """
+    """Parse trackers as ``["wandb", "tensorboard=runs"]``; ``UsageError`` if unknown or a package is missing."""
     trackers = []
     for text in texts or ():
         name, _, value = text.partition("=")

@@ -1,4 +1,4 @@
-"""The options of a search: the stored ones of ``study/options``, and those that one run of the search has.
+"""The options of a search: the stored ones of ``study/options``, and those of a single run.
 
 The commands (``cli/parsing/commands.py``), the keywords of ``optuna_dsat.tune`` (``keywords.py``), the keys of option
 files and ``docs/reference/options.md`` are generated from these classes.
