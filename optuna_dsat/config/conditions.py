@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from optuna_dsat.runtime.overlay import COMPILE, MODEL, ZERO
+from optuna_dsat.runtime.overlay import COMPILE, ZERO
 
 ZERO_STAGE = "zero_stage"
 ZERO_STAGES = (0, 1, 2, 3)
@@ -187,11 +187,6 @@ class Knob:
     def is_in_offload(self) -> bool:
         """Whether it is a detail of an offload, in the section of its device."""
         return len(self.path) > 2 and self.kind != "device" and self.name != NVME
-
-    @property
-    def is_of_model(self) -> bool:
-        """Whether it changes the model or its engine instead of the DeepSpeed config (``runtime.adapt``)."""
-        return self.path[0] == MODEL
 
     @property
     def is_of_zero(self) -> bool:

@@ -37,8 +37,6 @@ class UserConfig:
     raw: Mapping[str, Any]
     """The complete config, including lists and the ``autotuning`` section."""
     autotuning: Autotuning
-    lists: Mapping[str, tuple[Any, ...]]
-    """Dotted key -> listed values, for every knob narrowed by the user; ``("all",)`` for ``"all"``."""
 
 
 def load(path: str | Path | None) -> UserConfig:
@@ -81,7 +79,7 @@ def parse(text: str, *, path: str = "<config>") -> UserConfig:
 def _checked(raw: Mapping[str, Any], path: str) -> UserConfig:
     for _, text in shape_errors(raw):
         raise ConfigError(f"{path}: {text}")
-    return UserConfig(path=path, raw=raw, autotuning=parse_autotuning(raw, path=path), lists=knob_lists(raw))
+    return UserConfig(path=path, raw=raw, autotuning=parse_autotuning(raw, path=path))
 
 
 def _parsed(text: str, path: str) -> dict[str, Any]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from optuna_dsat.cost.gpus import gpu_of_device, network_priors, peak_flops, priors_of_device
+from optuna_dsat.cost.gpus import Priors, gpu_of_device, network_priors, peak_flops, priors_of_device
 from optuna_dsat.launch.follow import SlotWait
 from optuna_dsat.launch.protocol import Launcher
 from optuna_dsat.plan.prediction import Subject, step_time_model
@@ -54,61 +54,52 @@ def plan_script(
             )
         store.save_profile(mark, profiled.to_json(), study_uuid="")
         origin = f"measured with {profiled.measured_with}"
-    cluster = _Hosts(count=nodes, network_gbit_per_s=network_gbit_per_s)
-    subject, times = _subject(spec, profiled, cluster, store=store, mark=mark, memory_margin=memory_margin)
-    subject = replace(subject, seq_length=seq_length)
+    ranks = hardware_of(spec, profiled).world_size * nodes
+    machine = priors_of_device(profiled.profile.device_name, device=spec.device, ranks=ranks)
+    if network_gbit_per_s is not None:
+        machine = {**machine, **network_priors(network_gbit_per_s)}
+    subject, times = _fitted(_subject(spec, profiled, machine, ranks=ranks), spec, profiled, store=store, mark=mark)
+    subject = replace(subject, memory_margin=memory_margin, seq_length=seq_length)
     gpu = gpu_of_device(profiled.profile.device_name)
     return Plan(
         subject=subject,
         rows=plan_rows(subject),
         bf16_hardware=None if gpu is None else gpu.bf16,
-        about=(*_about(spec, profiled, cluster, origin=origin), times),
+        about=(*_about(spec, profiled, nodes=nodes, origin=origin), times),
         model=profiled.profile.to_json(),
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Hosts:
-    """The planned hosts, all like the host of the profile launch."""
-
-    count: int
-    network_gbit_per_s: float | None
-    """Network bandwidth of a host; None if unknown."""
-
-
-def _subject(
-    spec: StudySpec, profiled: Profiled, hosts: _Hosts, *, store: Store, mark: str, memory_margin: float
-) -> tuple[Subject, str]:
-    """Return model and machine, and a sentence on the basis of the predicted times."""
-    profile, hardware = profiled.profile, hardware_of(spec, profiled)
-    ranks = hardware.world_size * hosts.count
-    machine = priors_of_device(profile.device_name, device=spec.device, ranks=ranks)
-    if hosts.network_gbit_per_s is not None:
-        machine = {**machine, **network_priors(hosts.network_gbit_per_s)}
-    subject = Subject(
+def _subject(spec: StudySpec, profiled: Profiled, machine: Priors, *, ranks: int) -> Subject:
+    """Return model and machine, on hosts like this one."""
+    profile = profiled.profile
+    return Subject(
         profile=profile,
-        hardware=replace(hardware, world_size=ranks),
+        hardware=replace(hardware_of(spec, profiled), world_size=ranks),
         config=spec.ds_config,
         machine=machine,
-        memory_margin=memory_margin,
         pipeline=profiled.pipeline,
         nvme_path=spec.nvme_folder,
         peak_flops=peak_flops(gpu_of_device(profile.device_name), spec.ds_config, param_bytes=profile.param_bytes),
     )
+
+
+def _fitted(subject: Subject, spec: StudySpec, profiled: Profiled, *, store: Store, mark: str) -> tuple[Subject, str]:
+    """Return the subject fitted to earlier studies, if any, and a sentence on the basis of the predicted times."""
     prior_knowledge = gather(store, spec, profiled, fingerprint=mark)
     if prior_knowledge is not None:
         subject = replace(subject, fitted=prior_knowledge.prior(step_time_model(subject)))
         return subject, f"Times are fitted to launches of {' and '.join(prior_knowledge.studies)}."
-    if gpu_of_device(profile.device_name) is not None:
+    if gpu_of_device(profiled.profile.device_name) is not None:
         return subject, "Times are by the device's data sheet; no step was timed."
     why = "" if spec.device == "cpu" else "This device is not in the table of GPUs. "
     return subject, f"{why}No step was timed yet: times may be as far off as they say."
 
 
-def _about(spec: StudySpec, profiled: Profiled, hosts: _Hosts, *, origin: str) -> tuple[str, ...]:
+def _about(spec: StudySpec, profiled: Profiled, *, nodes: int, origin: str) -> tuple[str, ...]:
     """Return lines that describe the profile and the machine."""
     profile = profiled.profile
-    each = f"{hosts.count} hosts like this one: {hosts.count} x " if hosts.count > 1 else ""
+    each = f"{nodes} hosts like this one: {nodes} x " if nodes > 1 else ""
     return (
         f"Profile ({origin}): {params_in_words(profile.params)} parameters, "
         f"{bytes_in_words(profile.activation_bytes_per_sample)} of activations and "

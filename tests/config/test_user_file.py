@@ -85,7 +85,7 @@ def test_lists_are_read_as_narrowing_and_resolved_to_their_first(tmp_path: Path)
                                   "offload_optimizer": {"device": ["cpu", "none"], "pin_memory": false}},
             "autotuning": {"enabled": true}}""",
     )
-    assert config.lists == {
+    assert user_file.knob_lists(config.raw) == {
         "train_micro_batch_size_per_gpu": (2, 4),
         "zero_optimization.stage": ("all",),
         "zero_optimization.reduce_bucket_size": (5e7, 5e8),

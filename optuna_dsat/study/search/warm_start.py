@@ -7,34 +7,26 @@ resumed run plans with the same, and deleting the earlier study changes nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import optuna
 from optuna.trial import FrozenTrial
 
-from optuna_dsat.config.search_space import SearchSpace
 from optuna_dsat.errors import UnreadableStudyError, UsageError
 from optuna_dsat.guided.prior_knowledge import EarlierLaunch, PriorKnowledge, launches_of
 from optuna_dsat.store import Store
 from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.study.search.methods import make_planner
 from optuna_dsat.study.spec import StudySpec
-from optuna_dsat.study.stored import attributes_of, read_stored
+from optuna_dsat.study.stored import StoredStudy, attributes_of, read_stored
 from optuna_dsat.trials import attributes
 
 _MOST_STUDIES = 3
 """Most earlier studies of the same fingerprint that are read, the latest first."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Earlier:
-    """An earlier study with its profile and finished trials."""
-
-    spec: StudySpec
-    profiled: Profiled
-    fingerprint: str
-    space: SearchSpace
-    trials: list[FrozenTrial]
+_Earlier = tuple[StoredStudy, Profiled]
+"""An earlier study, of which something was measured, with its profile."""
 
 
 def prior_knowledge_of(
@@ -86,15 +78,16 @@ def gather(store: Store, spec: StudySpec, profiled: Profiled, *, fingerprint: st
         return None
     named = spec.options.warm_start
     if named is None:
-        same = [item for item in _others(store, spec.name) if item.fingerprint == fingerprint]
+        same = [earlier for earlier in _others(store, spec.name) if earlier[0].fingerprint == fingerprint]
         return _knowledge_of(same[:_MOST_STUDIES], same_model=True) if same else None
     check_warm_start(store, spec)
     earlier = _read(store, named)
     if earlier is None:
         return None
-    if earlier.fingerprint == fingerprint:
+    study, there_profiled = earlier
+    if study.fingerprint == fingerprint:
         return _knowledge_of([earlier], same_model=True)
-    there, here = _hardware(earlier.spec, earlier.profiled), _hardware(spec, profiled)
+    there, here = _hardware(study.spec, there_profiled), _hardware(spec, profiled)
     if there != here:
         raise UsageError(f"--warm-start is {named!r}, which was measured on {there}; this study runs on {here}.")
     return _knowledge_of([earlier], same_model=False)
@@ -118,21 +111,16 @@ def _others(store: Store, name: str) -> Iterator[_Earlier]:
 
 
 def _read(store: Store, name: str) -> _Earlier | None:
-    """Return a study with its profile and finished trials; None if nothing of it was measured."""
+    """Return a study with its profile; None if nothing of it was measured."""
     if store.find_study(name) is None:
         return None
     study = read_stored(store, name)
-    trials = [trial for trial in study.trials if trial.state.is_finished()]
-    measured = any(attributes.METRICS in trial.user_attrs for trial in trials)
-    if not measured or study.profiled is None or study.fingerprint is None:
-        return None
-    return _Earlier(
-        spec=study.spec,
-        profiled=study.profiled,
-        fingerprint=study.fingerprint,
-        space=study.space,
-        trials=trials,
-    )
+    measured = any(attributes.METRICS in trial.user_attrs for trial in _finished(study))
+    return (study, study.profiled) if measured and study.profiled is not None else None
+
+
+def _finished(study: StoredStudy) -> list[FrozenTrial]:
+    return [trial for trial in study.trials if trial.state.is_finished()]
 
 
 def _knowledge_of(studies: list[_Earlier], *, same_model: bool) -> PriorKnowledge:
@@ -140,13 +128,13 @@ def _knowledge_of(studies: list[_Earlier], *, same_model: bool) -> PriorKnowledg
     prior_knowledge: PriorKnowledge | None = None
     names: list[str] = []
     launches: list[EarlierLaunch] = []
-    for earlier in reversed(studies):
-        planner = make_planner(earlier.spec, earlier.profiled, earlier.space, prior_knowledge=prior_knowledge)
-        names.append(earlier.spec.name)
-        fitted = planner.fitted_coefficients(earlier.trials)
-        untold = ("network",) if earlier.spec.nodes_per_trial == 1 else ()
+    for study, profiled in reversed(studies):
+        planner = make_planner(study.spec, profiled, study.space, prior_knowledge=prior_knowledge)
+        names.append(study.spec.name)
+        fitted = planner.fitted_coefficients(_finished(study))
+        untold = ("network",) if study.spec.nodes_per_trial == 1 else ()
         prior_knowledge = PriorKnowledge.of(fitted, studies=names, same_model=same_model, untold=untold)
-        launches += launches_of(earlier.trials)
+        launches += launches_of(_finished(study))
     if prior_knowledge is None:
         raise ValueError("there is no study to learn from")
     return replace(prior_knowledge, launches=tuple(launches) if same_model else ())
