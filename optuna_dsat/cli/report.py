@@ -20,6 +20,7 @@ from optuna_dsat.cli.parsing.parameters import (
     Storage,
     complete_studies,
     confirm_replacing,
+    opened,
     option,
     say_written,
 )
@@ -73,8 +74,6 @@ def report(
     from optuna_dsat.report.facts import Training
     from optuna_dsat.report.view import read_view
     from optuna_dsat.report.write import COMPARISON, default_path, is_report, write_comparison, write_report
-    from optuna_dsat.store import Store
-    from optuna_dsat.study.stored import latest_study
 
     training = Training(epochs=epochs, price_per_gpu_hour=price, dataset_size=dataset_size)
     if names and len(names) > 1:
@@ -82,18 +81,16 @@ def report(
         say_written(write_comparison([_read(name, storage) for name in names], output, training=training))
         return
     name, url = _parts(names[0], storage) if names else (None, storage)
-    with Store.open(url, create=False) as store:
-        name = name or latest_study(store)
+    with opened(url, name) as (store, name):
         confirm_replacing(output or default_path(read_view(store, name)), is_ours=is_report)
         say_written(write_report(store, name, output, training=training))
 
 
 def _read(name: str, storage: str) -> StudyView:
     from optuna_dsat.report.view import read_view
-    from optuna_dsat.store import Store
 
     own, url = _parts(name, storage)
-    with Store.open(url, create=False) as store:
+    with opened(url, own) as (store, own):
         return read_view(store, own)
 
 
@@ -121,11 +118,8 @@ def explain(
     from optuna_dsat.report.explain.explanation import explain_study
     from optuna_dsat.report.explain.prediction_gap import prediction_gap
     from optuna_dsat.report.view import read_view
-    from optuna_dsat.store import Store
-    from optuna_dsat.study.stored import latest_study
 
-    with Store.open(storage, create=False) as store:
-        name = name or latest_study(store)
+    with opened(storage, name) as (store, name):
         view = read_view(store, name)
     explanation, words = explain_study(view)
     gap = prediction_gap(view)
@@ -207,13 +201,10 @@ def dashboard(
     from optuna_dsat.report.dashboard.live import LiveStudy
     from optuna_dsat.report.dashboard.live_app import beside, guarded, live_app, optuna_app, serve
     from optuna_dsat.report.dashboard.publish import require_installed
-    from optuna_dsat.store import Store
-    from optuna_dsat.study.stored import latest_study
 
     if optuna_dashboard:
         require_installed()
-    with Store.open(storage, create=False) as store:
-        name = name or latest_study(store)
+    with opened(storage, name) as (store, name):
         app = live_app(LiveStudy(store, name))
         published = _publish(store, name) if optuna_dashboard else None
         if published is not None:

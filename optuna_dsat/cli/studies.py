@@ -20,6 +20,7 @@ from optuna_dsat.cli.parsing.parameters import (
     Name,
     Storage,
     confirm_replacing,
+    opened,
     option,
     say_written,
     stored_command,
@@ -51,10 +52,10 @@ def _open(storage: str) -> Store:
 
 def read_study(storage: str, name: str | None) -> StoredStudy:
     """Return a study of a database; the latest one without a name."""
-    from optuna_dsat.study.stored import latest_study, read_stored
+    from optuna_dsat.study.stored import read_stored
 
-    with _open(storage) as store:
-        return read_stored(store, name or latest_study(store))
+    with opened(storage, name) as (store, name):
+        return read_stored(store, name)
 
 
 def studies(storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
@@ -118,11 +119,10 @@ def show(name: LatestName = None, storage: Storage = DEFAULT_STORAGE, as_json: J
     from collections import Counter
 
     from optuna_dsat.study.end_reason import BUDGETS, headroom_in_words
-    from optuna_dsat.study.stored import latest_study, read_launches, read_stored
+    from optuna_dsat.study.stored import read_launches, read_stored
     from optuna_dsat.trials import attributes
 
-    with _open(storage) as store:
-        name = name or latest_study(store)
+    with opened(storage, name) as (store, name):
         study = read_stored(store, name)
         launches = read_launches(store, study.record)
     spec, verdict, headroom = study.spec, study.verdict, study.attributes.get(attributes.HEADROOM)

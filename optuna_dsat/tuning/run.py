@@ -122,10 +122,7 @@ def run_study(request: StudyRequest, *, observer: Observer) -> StudyRun:
     Raises:
         DsatError: As ``Session.run``. An interruption raises nothing: see ``StudyRun.interrupted``.
     """
-
-    def notify(text: str) -> None:
-        observer(Message(text=text))
-
+    notify = _notifier(observer)
     LeftoverWatch(os.environ, on_notice=notify).begin()
     spec = request.spec
     require_secrets(spec)
@@ -167,6 +164,10 @@ def run_study(request: StudyRequest, *, observer: Observer) -> StudyRun:
     return StudyRun(request=request, result=result, interrupted=interrupted, storage=shown)
 
 
+def _notifier(observer: Observer) -> Callable[[str], None]:
+    return lambda text: observer(Message(text=text))
+
+
 def _require_python(spec: StudySpec) -> None:
     """Raise for a study whose script's Python does not start here, or has no torch or DeepSpeed."""
     if spec.on != "here":
@@ -179,10 +180,7 @@ def _require_python(spec: StudySpec) -> None:
 
 
 def _launcher_of(request: StudyRequest, observer: Observer) -> Launcher:
-    spec, own_files = request.spec, database_files(request.storage)
-
-    def notify(text: str) -> None:
-        observer(Message(text=text))
+    spec, own_files, notify = request.spec, database_files(request.storage), _notifier(observer)
 
     def show_phase(words: str) -> None:
         observer(Phase(words=words))

@@ -84,14 +84,18 @@ class _Page:
                 left += f"{' ' * (width - len(name))}  {wrapped.pop(0)}"
             self.lines += [left, *(right + line for line in wrapped)]
 
-    def panels(self, options: Iterable[TyperOption]) -> None:
-        """Add a section for each panel of options, in order of first appearance."""
+    def options(self, options: Iterable[TyperOption]) -> None:
+        """Add a section for each panel of options."""
+        self.panels(((option, _names(option), _meaning(option)) for option in options), others=_OTHERS)
+
+    def panels(self, rows: Iterable[tuple[Any, str, str]], *, others: str) -> None:
+        """Add a section for each help panel of typer's objects, in order of first appearance, with names and texts."""
         panels: dict[str, list[tuple[str, str]]] = {}
-        for option in options:
-            panel = option.rich_help_panel if isinstance(option.rich_help_panel, str) else _OTHERS
-            panels.setdefault(panel, []).append((_names(option), _meaning(option)))
-        for title, rows in panels.items():
-            self.section(title, rows)
+        for item, name, text in rows:
+            panel = getattr(item, "rich_help_panel", None)
+            panels.setdefault(panel if isinstance(panel, str) else others, []).append((name, text))
+        for title, entries in panels.items():
+            self.section(title, entries)
 
     def _style(self, text: str, **style: Any) -> str:
         return typer.style(text, **style) if self._coloured else text
@@ -191,7 +195,7 @@ class HelpCommand(TyperCommand):
             page.section("Options that matter most", rows)
             page.paragraph(f"{len(options) - len(rows)} more options: {ctx.command_path} {_ALL}", indent=0)
         else:
-            page.panels(options)
+            page.options(options)
         formatter.write("\n".join(page.lines) + "\n")
 
 
@@ -210,15 +214,9 @@ class HelpGroup(TyperGroup):
         page = _Page(ctx)
         page.paragraph(f"Usage: {ctx.command_path} [OPTIONS] COMMAND [ARGS]...", indent=0, apart=False)
         page.paragraph(_text(self.help))
-        panels: dict[str, list[tuple[str, str]]] = {}
-        for name in self.list_commands(ctx):
-            command = self.get_command(ctx, name)
-            if command is not None and not command.hidden:
-                panel = getattr(command, "rich_help_panel", None)
-                text = _text(command.help).partition("\n\n")[0]
-                panels.setdefault(panel if isinstance(panel, str) else _COMMANDS, []).append((name, text))
-        for title, rows in panels.items():
-            page.section(title, rows)
-        page.panels(_options(self.get_params(ctx)))
+        commands = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
+        shown = [(command, name) for name, command in commands if command is not None and not command.hidden]
+        page.panels(((item, name, _text(item.help).partition("\n\n")[0]) for item, name in shown), others=_COMMANDS)
+        page.options(_options(self.get_params(ctx)))
         page.paragraph(f"{ctx.command_path} COMMAND --help shows a command's options.", indent=0)
         formatter.write("\n".join(page.lines) + "\n")

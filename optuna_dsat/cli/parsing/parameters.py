@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,6 +17,9 @@ from optuna_dsat.escape.shell import shell_line
 from optuna_dsat.escape.terminal import say
 from optuna_dsat.runtime.files import stream_of
 from optuna_dsat.study.options.declaration import DEFAULT_STORAGE, STORAGE_ENV
+
+if TYPE_CHECKING:
+    from optuna_dsat.store import Store
 
 __all__ = [
     "DEFAULT_STORAGE",
@@ -26,6 +30,7 @@ __all__ = [
     "Storage",
     "complete_studies",
     "confirm_replacing",
+    "opened",
     "option",
     "say_written",
     "stored_command",
@@ -80,6 +85,18 @@ LatestName = Annotated[
         autocompletion=complete_studies,
     ),
 ]
+
+
+@contextmanager
+def opened(storage: str, name: str | None) -> Iterator[tuple[Store, str]]:
+    """Open a database for the block, with the name of a study, by default the latest one."""
+    from optuna_dsat.store import Store
+    from optuna_dsat.study.stored import latest_study
+
+    with Store.open(storage, create=False) as store:
+        yield store, name or latest_study(store)
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show the result alone.")]
 
