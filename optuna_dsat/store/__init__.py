@@ -1,17 +1,16 @@
 """Persistence of studies in a database (SQLite or PostgreSQL); the entry point is ``Store.open``.
 
 ``urls`` parses storage URLs, ``database`` opens them; ``tables`` defines our schema, ``migrate`` checks and upgrades it
-and opens Optuna's tables; ``registry`` and ``launches`` read and write our tables; ``leases`` contains heartbeats and
+and opens Optuna's tables; ``registry`` reads and writes our tables; ``leases`` contains heartbeats and
 exclusive tasks; ``reclaim`` requeues the trials of dead workers; ``retry`` retries after transient database errors.
 
 May import ``launch`` (for its reports), ``trials`` and ``runtime``; used by ``study``, ``report``, ``plan``,
 ``doctor``, ``tuning`` and ``cli``.
 """
 
-from optuna_dsat.store.launches import StoredLaunch, StoredProfile
 from optuna_dsat.store.leases import Turn, TurnLostError
 from optuna_dsat.store.migrate import has_our_tables, refuse_others_database
-from optuna_dsat.store.registry import StudyRecord
+from optuna_dsat.store.registry import StoredLaunch, StoredProfile, StudyRecord
 from optuna_dsat.store.store import Store, load_study
 from optuna_dsat.store.urls import database_exists, display_url, parse_url
 

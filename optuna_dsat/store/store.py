@@ -18,11 +18,10 @@ from sqlalchemy.pool import NullPool
 from optuna_dsat.errors import StorageError, StorageUrlError
 from optuna_dsat.store import migrate
 from optuna_dsat.store.database import Database, engine_options, install_events
-from optuna_dsat.store.launches import Measurements
 from optuna_dsat.store.leases import HEARTBEAT_INTERVAL_S, Heartbeat, Turn, release_trial, this_worker
 from optuna_dsat.store.migrate import has_our_tables, open_optuna_tables
 from optuna_dsat.store.reclaim import GRACE_S, MAX_LOSSES, Reclaimer
-from optuna_dsat.store.registry import STUDY_UUID, Registry
+from optuna_dsat.store.registry import STUDY_UUID, Measurements, Registry
 from optuna_dsat.store.retry import RETRY_LIMIT_S, RetryingStorage
 from optuna_dsat.store.tables import ClaimRow, insert_or_skip
 from optuna_dsat.store.urls import database_exists, display_url, parse_url

@@ -48,11 +48,7 @@ def store_on_loopback() -> Iterator[None]:
 
     It is the loopback address, or of node 0. A version of torch that creates stores elsewhere is not changed.
     """
-    from torch.distributed.elastic.rendezvous import (
-        c10d_rendezvous_backend,
-        dynamic_rendezvous,
-        static_tcp_rendezvous,
-    )
+    from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, dynamic_rendezvous, static_tcp_rendezvous
 
     backend: Any = c10d_rendezvous_backend
     static: Any = static_tcp_rendezvous
