@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from optuna_dsat.config.autotuning_section import IGNORED, Autotuning
-from optuna_dsat.config.knobs import KNOBS, Knob
+from optuna_dsat.config.knobs import KNOBS, MODEL, Knob
 from optuna_dsat.study.options.declaration import options_in
 from optuna_dsat.tuning.options.tune_options import AutotuningOptions
 
@@ -74,7 +74,7 @@ def page() -> str:
 
 def _knobs() -> Iterator[str]:
     for knob in KNOBS:
-        key = "none: it changes the model" if knob.is_of_model else f"`{'.'.join(knob.path)}`"
+        key = "none: it changes the model" if knob.path[0] == MODEL else f"`{'.'.join(knob.path)}`"
         live = ", ".join(map(str, knob.live)) or "none"
         yield f"| `{knob.name}` | {key} | {knob.where} | {_choices(knob)} | {live} | {knob.since} |\n"
 
