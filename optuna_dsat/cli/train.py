@@ -96,7 +96,7 @@ def train(context: typer.Context, options: TrainOptions) -> None:
             option = name.replace("_", "-")
             raise UsageError(f"--{option} is for a model definition (NAME:CLASS), not for a study.")
 
-    from optuna_dsat.tuning.train import train_study
+    from optuna_dsat.tuning.resume import train_study
 
     code = train_study(
         options.target,

@@ -51,7 +51,7 @@ from optuna_dsat.study.spec import StudyRequest, StudySpec
 from optuna_dsat.study.stored import read_stored
 from optuna_dsat.study.trust import remember, require_secrets
 from optuna_dsat.tuning.prepare import Prepared
-from optuna_dsat.tuning.train import train_trial
+from optuna_dsat.tuning.resume import train_trial
 from optuna_dsat.words import config_in_words
 
 KEPT = "kept_results.json"

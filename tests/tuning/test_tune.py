@@ -24,7 +24,7 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.options.declaration import options_in
 from optuna_dsat.study.options.methods import METHODS
 from optuna_dsat.study.spec import StudyRequest
-from optuna_dsat.tuning import train, tune
+from optuna_dsat.tuning import resume, tune
 from optuna_dsat.tuning.options.given import Given
 from optuna_dsat.tuning.options.tune_options import AutotuningOptions, TuneOptions, methods_of
 from optuna_dsat.tuning.prepare import Prepared, prepare
@@ -261,7 +261,7 @@ def test_training_at_the_end_is_part_of_the_call_and_its_failure_is_raised(monke
         trained.append(request.ds_config)
         return next(codes)
 
-    monkeypatch.setattr(train, "run_full", run_full)
+    monkeypatch.setattr(resume, "run_full", run_full)
     result = optuna_dsat.tune("train.py", "ds.json", run_full_experiment=True, **QUICK)
     assert trained == [dict(result.config)]
     with pytest.raises(ScriptFailedError, match="exit code 3"):
