@@ -117,3 +117,4 @@ def test_what_the_trainer_computes_is_not_scaled() -> None:
     advice = learning_rate_advice(config, batch=16, user_batch=4)
     assert advice is not None
     assert "counts these in steps" not in advice
+    assert "A learning-rate schedule that the script counts in steps covers 4 times as many samples." in advice
