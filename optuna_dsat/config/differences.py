@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from optuna_dsat.config import ds_config
 from optuna_dsat.config.ds_config import (
     GRADIENT_ACCUMULATION,
     MICRO_BATCH,
@@ -13,6 +12,7 @@ from optuna_dsat.config.ds_config import (
     ZERO,
     canonical_zero,
     effective,
+    flatten,
     knob_settings,
     merge,
     zero_default,
@@ -37,8 +37,8 @@ def knob_differences(
     given, mine = effective(config), effective(own)
     stage = Structure.of(given).stage
     there = merge(mine, {ZERO: Structure.of(given).zero_section()})
-    here, there_zero = (_flat(canonical_zero(item.get(ZERO) or {}, params_count)) for item in (given, there))
-    written = _flat(given.get(ZERO) or {})
+    here, there_zero = (flatten(canonical_zero(item.get(ZERO) or {}, params_count)) for item in (given, there))
+    written = flatten(given.get(ZERO) or {})
     record = {}
     for key in sorted(here.keys() | there_zero.keys()):
         if key.rpartition(".")[2] not in _IN_THE_STRUCTURE and here.get(key) != there_zero.get(key):
@@ -59,17 +59,6 @@ def lossy_settings(config: Mapping[str, Any], own: Mapping[str, Any]) -> dict[st
     here, there = (knob_settings(plain, zero=plain.get(ZERO) or {}) for plain in (effective(config), effective(own)))
     values = {knob.name: (present(knob, here), present(knob, there)) for knob in KNOBS if not knob.is_exact}
     return {name: value for name, (value, own_value) in values.items() if value != own_value}
-
-
-def _flat(zero: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a ZeRO section with dotted keys for its subsections."""
-    record: dict[str, Any] = {}
-    for key, value in zero.items():
-        if isinstance(value, Mapping):
-            record |= {f"{key}.{name}": item for name, item in value.items()}
-        else:
-            record[key] = value
-    return record
 
 
 _BY_KEY = {knob.path[1]: knob for knob in KNOBS if knob.live}
@@ -101,10 +90,10 @@ def live_changes(running: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config with DeepSpeed's defaults of tuned keys and without the global batch size, which follows."""
-    flat = ds_config.flatten(ds_config.effective(config))
+    flat = flatten(effective(config))
     flat.setdefault(GRADIENT_ACCUMULATION, 1)
     flat.pop(TRAIN_BATCH, None)
     stage = flat.setdefault(f"{ZERO}.stage", 0)
     for key in _BY_KEY:
-        flat.setdefault(f"{ZERO}.{key}", ds_config.zero_default(key, stage=stage))
+        flat.setdefault(f"{ZERO}.{key}", zero_default(key, stage=stage))
     return {key: value for key, value in flat.items() if value is not None}

@@ -192,9 +192,9 @@ class EventLog:
 
     def progress_in_words(self, *, end_profile_step: int) -> str:
         """Describe how many steps were completed."""
-        if not self._steps:
+        if not (steps := self._steps):
             return "no step was finished"
-        last = max(self._steps, key=lambda event: event.step)
+        last = max(steps, key=lambda event: event.step)
         skipped = last.skipped_before + last.skipped
         done = f"the last step was {last.step - skipped} of {end_profile_step}"
         return f"{done}, with {skipped} more that the loss scaler skipped" if skipped else done

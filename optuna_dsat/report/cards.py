@@ -257,8 +257,8 @@ def account(launches: Sequence[StoredLaunch]) -> SlotTime:
     periods = list(_periods(times))
     return SlotTime(
         wall_s=sum(end - start for start, end in periods),
-        busy_s=sum(end - start for own in held.values() for start, end in own),
-        idle_s=sum(_idle_s(own, period) for own in held.values() for period in periods),
+        busy_s=sum(end - start for spans in held.values() for start, end in spans),
+        idle_s=sum(_idle_s(spans, period) for spans in held.values() for period in periods),
     )
 
 

@@ -17,7 +17,7 @@ from optuna_dsat.launch.measurement import GlobalStep
 from optuna_dsat.launch.protocol import LaunchRequest
 from optuna_dsat.study.confirm.confirmation import steps_worth_their_time
 from optuna_dsat.study.confirm.finalists import USUAL_NOISE, confirmation_end
-from optuna_dsat.study.confirm.rounds import Rounds
+from optuna_dsat.study.confirm.rounds import Rounds, order_of_round
 from optuna_dsat.study.confirm.verdict import VerdictKind
 from optuna_dsat.study.progress import Message
 from optuna_dsat.study.result import StudyResult
@@ -322,3 +322,11 @@ def test_launches_with_long_starts_count_more_steps(bench: StudyBench) -> None:
         assert min(counted[startup_s]) >= 3
     assert max(counted[0.5]) < confirmation_end(spec) - spec.start_profile_step
     assert sum(counted[0.5]) / len(counted[0.5]) < sum(counted[5000.0]) / len(counted[5000.0])
+
+
+def test_the_order_of_a_round_is_drawn_anew_and_the_same_for_whoever_continues_it() -> None:
+    orders = [order_of_round([3, 1, 2, 0], round_number=item, seed=42) for item in range(1, 20)]
+    assert orders == [order_of_round([0, 1, 2, 3], round_number=item, seed=42) for item in range(1, 20)]
+    assert all(sorted(order) == [0, 1, 2, 3] for order in orders)
+    assert len({tuple(order) for order in orders}) > 10
+    assert {order[0] for order in orders} == {0, 1, 2, 3}

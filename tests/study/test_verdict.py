@@ -67,6 +67,13 @@ def searched(found: Mapping[int, tuple[float, float]]) -> JointEstimate:
     )
 
 
+def finalists(trials: Sequence[FrozenTrial], estimate: JointEstimate, **asked: Any) -> list[int]:
+    """Return the finalists of a method that ranks these trials by its estimate."""
+    means, noise = dict(zip(estimate.numbers, estimate.means, strict=True)), asked.pop("noise", None)
+    ranked = sorted(trials, key=lambda each: means[each.number], reverse=True)
+    return choose_finalists(trials, ranked, spec=spec(**asked), noise=noise, estimate=estimate)
+
+
 def judged(trials: Sequence[FrozenTrial], rounds: Rounds, *, tie: float = 0.01, maximize: bool = True) -> Verdict:
     result = verdict_of(trials, rounds, spec(tie=tie, metric="throughput" if maximize else "latency"))
     assert result is not None
@@ -352,14 +359,6 @@ def test_rounds_are_stored_as_plain_values_and_those_of_older_versions_are_one_r
     assert Rounds.of({}) == Rounds()
 
 
-def test_the_order_of_a_round_is_drawn_anew_and_the_same_for_whoever_continues_it() -> None:
-    orders = [order_of_round([3, 1, 2, 0], round_number=item, seed=42) for item in range(1, 20)]
-    assert orders == [order_of_round([0, 1, 2, 3], round_number=item, seed=42) for item in range(1, 20)]
-    assert all(sorted(order) == [0, 1, 2, 3] for order in orders)
-    assert len({tuple(order) for order in orders}) > 10
-    assert {order[0] for order in orders} == {0, 1, 2, 3}
-
-
 def test_a_round_that_was_begun_is_finished_first() -> None:
     rounds = rounds_of({OWN: [10.0], 1: [16.0], 2: [15.0]})
     order = order_of_round([0, 1, 2], round_number=2, seed=42)
@@ -423,12 +422,10 @@ def test_what_the_search_is_sure_of_takes_no_place_among_the_finalists() -> None
     values = {OWN: 10.0, 1: 20.0, 2: 19.9, 3: 19.2, 4: 15.0}
     batches = {OWN: 2, 1: 64, 2: 16, 3: 4, 4: 8}
     trials = [trial(number, value, micro_batch=batches[number]) for number, value in values.items()]
-    ranked = attributes.best_trials(trials, maximize=True)
 
-    def chosen(sd: float, *, noise: float | None = None, min_gain: float = 0.001) -> list[int]:
+    def chosen(sd: float, *, min_gain: float = 0.001) -> list[int]:
         estimate = searched({number: (value, sd) for number, value in values.items()})
-        asked = spec(options={"min_gain": min_gain})
-        return choose_finalists(trials, ranked, spec=asked, noise=noise, estimate=estimate)
+        return finalists(trials, estimate, options={"min_gain": min_gain})
 
     assert chosen(0.001, min_gain=0.0) == [1, 2, OWN]
     assert chosen(0.015, min_gain=0.0) == [1, 2, 3, OWN]
@@ -439,40 +436,29 @@ def test_what_the_search_is_sure_of_takes_no_place_among_the_finalists() -> None
 def test_finalists_that_rounds_would_not_tell_apart_take_no_launches() -> None:
     """Three launches of each were made to tell configs apart that differ in a setting without effect."""
     trials = [trial(OWN, 10.0), *(trial(number, 20.0, micro_batch=64) for number in (1, 2, 3))]
-    ranked = attributes.best_trials(trials, maximize=True)
     estimate = searched({OWN: (10.0, 0.01), 1: (20.0, 0.0), 2: (19.98, 0.0), 3: (19.97, 0.02)})
-
-    def chosen(noise: float) -> list[int]:
-        return choose_finalists(trials, ranked, spec=spec(), noise=noise, estimate=estimate)
-
-    assert chosen(0.0) == [1, 3, OWN]
-    assert chosen(0.001) == [1, 3, OWN]
-    assert chosen(0.1) == [1, OWN]
+    assert finalists(trials, estimate, noise=0.0) == [1, 3, OWN]
+    assert finalists(trials, estimate, noise=0.001) == [1, 3, OWN]
+    assert finalists(trials, estimate, noise=0.1) == [1, OWN]
 
 
 def test_the_best_measurement_is_a_finalist_only_if_noise_does_not_explain_it() -> None:
     """A lucky launch took three rounds, though the posterior knew better."""
     trials = [trial(OWN, 10.0), trial(1, 20.6, micro_batch=64), trial(2, 20.0, micro_batch=64)]
     estimate = searched({OWN: (10.0, 0.01), 1: (18.5, 0.01), 2: (20.0, 0.01)})
-    ranked = [trials[2], trials[1], trials[0]]
-
-    def chosen(noise: float) -> list[int]:
-        return choose_finalists(trials, ranked, spec=spec(), noise=noise, estimate=estimate)
-
-    assert chosen(0.04) == [2, OWN]
-    assert chosen(0.01) == [2, 1, OWN], "3 % is more than two launches differ by"
+    assert finalists(trials, estimate, noise=0.04) == [2, OWN]
+    assert finalists(trials, estimate, noise=0.01) == [2, 1, OWN], "3 % is more than two launches differ by"
 
 
 def test_a_finalist_of_long_launches_has_to_gain_as_much() -> None:
     """Three launches of four times the seconds were made of what had measured best by chance."""
     trials = [trial(OWN, 10.0), *(trial(number, value, micro_batch=16) for number, value in ((1, 20.0), (2, 19.9)))]
-    ranked = attributes.best_trials(trials, maximize=True)
     estimate = searched({OWN: (10.0, 0.01), 1: (20.0, 0.0), 2: (19.9, 0.016)})
 
     def chosen(latency_s: float) -> list[int]:
         trials[2].set_user_attr(attributes.METRICS, {"latency": latency_s})
         trials[1].set_user_attr(attributes.METRICS, {"latency": 1.0})
-        return choose_finalists(trials, ranked, spec=spec(), noise=0.01, estimate=estimate)
+        return finalists(trials, estimate, noise=0.01)
 
     assert chosen(1.0) == [1, 2, OWN]
     assert chosen(4.0) == [1, OWN]

@@ -22,6 +22,8 @@ from optuna_dsat.launch.event_log import START_BYTES, GrowingFile, LogLimit, dro
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.runtime.user_code import stacks_path
 
+HEARD_S = 25.0
+"""Silence of the head after which an agent ends all its launches and exits."""
 _PIECE = 960
 """Message bytes per line: SLURM forwards lines of up to 1,024 bytes whole."""
 
@@ -73,10 +75,6 @@ class Joiner:
 
     def _stray(self, line: bytes) -> None:
         self.strays = [*self.strays, line.decode("utf-8", errors="replace").strip()][-20:]
-
-
-HEARD_S = 25.0
-"""Silence of the head after which an agent ends all its launches and exits."""
 
 
 TOKEN = ".token"
