@@ -109,7 +109,9 @@ def judged(ran: Ran, result: Mapping[str, Any] | None, winner: str) -> Verdict:
         return Verdict(verdict="refused", message=last_line(ran), **varied)
     if result is None:
         return Verdict(verdict="wrong", message=f"exit code 0 and no config: {last_line(ran)}", **varied)
-    if problem := wrong_batch(of_search.get(winner, ())):
+    attempts = [name for name in of_search if name == winner or name.startswith(f"{winner}-retry-")]
+    last = max(attempts, key=lambda name: (len(name), name), default=winner)
+    if problem := wrong_batch(of_search.get(last, ())):
         return Verdict(verdict="wrong", message=f"{winner}: {problem}", **varied)
     if (most := max(item.steps for item in tried)) > _MOST_STEPS:
         return Verdict(verdict="wrong", message=f"a launch trained on for {most} steps", **varied)

@@ -147,6 +147,8 @@ def test_a_search_is_judged_by_what_was_witnessed() -> None:
     assert (verdict.verdict, verdict.micro_batches, verdict.stages) == ("worked", (4, 8), (1, 2))
     wrong = launch("trial-0002", micro_batch=8, fed=4)
     assert searched(ran(*wrong, output=result))[0].verdict == "wrong"
+    repeated = launch("trial-0002-retry-1", micro_batch=8, fed=8)
+    assert searched(ran(*wrong, *repeated, output=result))[0].verdict == "worked"
     on = launch("trial-0002", micro_batch=8, fed=8, steps=500)
     assert "trained on" in searched(ran(*on, output=result))[0].message
     assert judged(ran(), None, "").verdict == "wrong"
