@@ -21,6 +21,7 @@ from optuna_dsat.study.confirm.rounds import Rounds, order_of_round
 from optuna_dsat.study.confirm.verdict import VerdictKind
 from optuna_dsat.study.progress import Message
 from optuna_dsat.study.result import StudyResult
+from optuna_dsat.study.search.methods import Method
 from optuna_dsat.study.stored import read_stored
 from optuna_dsat.trials import attributes
 from tests.harness.landscapes import Hill
@@ -322,6 +323,19 @@ def test_launches_with_long_starts_count_more_steps(bench: StudyBench) -> None:
         assert min(counted[startup_s]) >= 3
     assert max(counted[0.5]) < confirmation_end(spec) - spec.start_profile_step
     assert sum(counted[0.5]) / len(counted[0.5]) < sum(counted[5000.0]) / len(counted[5000.0])
+
+
+def test_the_first_round_counts_steps_by_the_noise_of_the_search(
+    bench: StudyBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = {}
+    for noise in (0.002, 0.2):
+        monkeypatch.setattr(Method, "noise", lambda *_, noise=noise: noise)
+        hill = Hill(lambda _: replace(step_of(0.1), startup_s=100.0))
+        bench.run(bench.spec(name=f"noise-{noise}", max_trials=3, confirm=1), hill, noise=0.05)
+        rounds = Rounds.of(bench.study(f"noise-{noise}").user_attrs)
+        counted[noise] = [launch.steps for launch in rounds.launches if launch.round == 1]
+    assert sum(counted[0.2]) < sum(counted[0.002])
 
 
 def test_the_order_of_a_round_is_drawn_anew_and_the_same_for_whoever_continues_it() -> None:
