@@ -433,11 +433,15 @@ class Posterior:
         return result
 
     def relative_costs(self, acquisition: Acquisition) -> Numbers:
-        """Return launches' cost over the shortest within ``LEAST_GAIN`` of the best; 0 before one was measured."""
+        """Return launches' cost over the shortest of the best configurations; 0 before one was measured.
+
+        The best configurations are within ``LEAST_GAIN`` of the best, or within the noise if launches differ by more.
+        """
         if self.incumbent is None:
             return np.zeros(len(acquisition.cost_s))
         means = self.residuals.posterior_means[self.rivals]
-        near = self.rivals[means >= means.max() - math.log1p(LEAST_GAIN)]
+        margin = max(math.log1p(LEAST_GAIN), math.sqrt(self.residuals.noise_variance))
+        near = self.rivals[means >= means.max() - margin]
         usual_s = float(self._launch_s(self.residuals.points.latency[near]).min())
         result: Numbers = acquisition.cost_s / usual_s
         return result

@@ -237,6 +237,10 @@ def test_where_no_launch_pays_by_itself_no_long_one_is_made(
 
     usual = relative_cost(math.inf)
     assert relative_cost(0.5 * usual) <= 0.5 * usual
+    acquisition = posterior.acquisition(posterior.measured.row, posterior.measured.micro_batch)
+    quiet = posterior.relative_costs(acquisition)
+    monkeypatch.setattr(type(posterior.residuals), "noise_variance", property(lambda _: 1.0))
+    assert (posterior.relative_costs(acquisition) > quiet).all(), "a shorter launch may be as fast"
 
 
 class Flat(Machine):
