@@ -62,13 +62,17 @@ class Example:
         return record.metrics(flops_per_sample=0)
 
     def largest(self, every: int) -> int:
-        """Return the largest micro-batch that fits; 0 if not even 1 does."""
+        """Return the largest micro-batch that fits in two launches; 0 if not even 1 does."""
+
+        def is_small_enough(size: int) -> bool:
+            return all(self.metrics(every, size) is not None for _ in range(2))
+
         fits, fails = 0, 1
-        while self.metrics(every, fails) is not None:
+        while is_small_enough(fails):
             fits, fails = fails, 2 * fails
         while fails - fits > 1:
             middle = (fits + fails) // 2
-            fits, fails = (middle, fails) if self.metrics(every, middle) is not None else (fits, middle)
+            fits, fails = (middle, fails) if is_small_enough(middle) else (fits, middle)
         return fits
 
 
