@@ -17,6 +17,8 @@ or vary in size. None can be optimised: padding, which larger batches have more 
 """
 UTILISATION = "MFU"
 """Share of the device's peak FLOPS: stated where the peak is known."""
+POWER, PER_JOULE = "power_w", "samples_per_joule"
+"""Mean power of the launch's GPUs in watts, and samples/s over it: stated where the driver counts energy."""
 METRICS = (*LARGER_IS_BETTER, *SMALLER_IS_BETTER)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from optuna_dsat.config.differences import knob_differences
 from optuna_dsat.config.ds_config import MICRO_BATCH
 from optuna_dsat.config.structures import Structure
-from optuna_dsat.metrics import PER_ELEMENT
+from optuna_dsat.metrics import PER_ELEMENT, PER_JOULE
 
 _LAST_DATE_S = 2**35
 """Unix times from here on (a thousand years ahead) are not plausible dates."""
@@ -280,6 +280,8 @@ def metric_in_words(metric: str, value: float, *, device: str = "cuda") -> str:
         return f"{count_in_words(value)} samples/s"
     if metric in PER_ELEMENT:
         return f"{count_in_words(value)} {'tokens' if metric == 'tokens_per_s' else 'elements'}/s"
+    if metric == PER_JOULE:
+        return f"{count_in_words(value)} samples/J"
     if metric == "FLOPS_per_gpu":
         return f"{flops_in_words(value)}/s per {slot_name(device)}"
     return step_time_in_words(value)

@@ -42,13 +42,15 @@ class TrialOrder(StrEnum):
     SPEED = "speed"
     MICRO_BATCH = "micro-batch"
     MEMORY = "memory"
+    ENERGY = "energy"
 
 
 def trials(
     name: LatestName = None,
     storage: Storage = DEFAULT_STORAGE,
     sort: Annotated[
-        TrialOrder, typer.Option("--sort", help="Order: the fastest, largest micro-batch or most memory first.")
+        TrialOrder,
+        typer.Option("--sort", help="Order: the fastest, largest micro-batch, most memory or samples per joule first."),
     ] = TrialOrder.NUMBER,
     top: Annotated[int | None, option("--top", help="Show the first N only.", metavar="N", min=1)] = None,
     as_json: Json = False,
@@ -62,13 +64,14 @@ def trials(
     if not rows:
         say_prose("The study has no trial yet: the profile launch comes first.")
         return
-    headings, table = _trial_table(study, rows)
+    headings, table = _trial_table(study, rows, energy=sort is TrialOrder.ENERGY)
     print_table(headings, table, drop=_DROPPED, piped_width=UNBOUNDED)
 
 
 def _sorted_rows(study: StoredStudy, order: TrialOrder) -> list[dict[str, Any]]:
     """Return the rows of all trials; trials without the value that is sorted by come last."""
     from optuna_dsat.config.ds_config import MICRO_BATCH
+    from optuna_dsat.metrics import PER_JOULE
 
     def key(row: Mapping[str, Any]) -> float:
         values = {
@@ -76,6 +79,7 @@ def _sorted_rows(study: StoredStudy, order: TrialOrder) -> list[dict[str, Any]]:
             TrialOrder.SPEED: -(_measured_value(row) or 0) * (1 if study.maximize else -1),
             TrialOrder.MICRO_BATCH: -((row["config"] or {}).get(MICRO_BATCH) or 0),
             TrialOrder.MEMORY: -(row["peak_memory_bytes"] or 0),
+            TrialOrder.ENERGY: -row["metrics"].get(PER_JOULE, 0.0),
         }
         return values[order] or (math.inf if order is not TrialOrder.NUMBER else 0)
 
@@ -91,11 +95,13 @@ def _measured_value(row: Mapping[str, Any]) -> float | None:
     return value
 
 
-def _trial_table(study: StoredStudy, rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[object]]]:
+def _trial_table(
+    study: StoredStudy, rows: Sequence[Mapping[str, Any]], *, energy: bool = False
+) -> tuple[list[str], list[list[object]]]:
     """Return the headings and rows of a table of trials; a unit that all speeds share is in the heading."""
-    from optuna_dsat.metrics import speed_up
+    from optuna_dsat.metrics import PER_JOULE, speed_up
     from optuna_dsat.study.confirm.speeds import speed_of
-    from optuna_dsat.words import KNOBS_APART, outcome_in_words, times_in_words
+    from optuna_dsat.words import KNOBS_APART, count_in_words, outcome_in_words, times_in_words
 
     def speed(row: Mapping[str, Any], value: float | None) -> str:
         if value is None:
@@ -115,8 +121,11 @@ def _trial_table(study: StoredStudy, rows: Sequence[Mapping[str, Any]]) -> tuple
         ratio = row["speed_up"] or (value and speed_up(row["value"], user, maximize=study.maximize))
         times, mark = times_in_words(ratio) if ratio else "", "best" if row["handed_over"] else ""
         facts = [row["number"], structure, micro_batch, measured or outcome_in_words(row["outcome"] or row["state"])]
-        table.append([*facts, times, mark, searched, settings, row["reason"], row["message"]])
-    headings = ["number", "structure", "micro-batch", _UNIT.strip() if shared else "speed", "x yours", ""]
+        per_joule = row["metrics"].get(PER_JOULE)
+        used = [count_in_words(per_joule) if per_joule else ""] if energy else []
+        table.append([*facts, *used, times, mark, searched, settings, row["reason"], row["message"]])
+    headings = ["number", "structure", "micro-batch", _UNIT.strip() if shared else "speed"]
+    headings += [*(["samples/J"] if energy else []), "x yours", ""]
     return [*headings, "in the search", "other settings", "reason", "message"], table
 
 

@@ -33,6 +33,8 @@ class Conditions(Record):
     """Descriptions of other processes on the launch's GPUs."""
     throttle_reasons: tuple[str, ...] = ()
     """Descriptions of NVML's reasons for clocks below the maximum, other than idleness."""
+    power_w: float | None = None
+    """Mean power of the launch's GPUs from the drivers' energy counters, other users of a shared GPU included."""
     isolation: str = ""
     """How the user's files were protected from the launch: ``mount``, ``python`` or ``off``; empty if unknown."""
     isolation_note: str = ""

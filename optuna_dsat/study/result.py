@@ -117,7 +117,8 @@ class StudyResult:
     metrics: Mapping[str, float]
     """All metrics of the winner by name: the values of ``metric``; ``engine_throughput`` (as DeepSpeed's timers report
     it); ``tokens_per_s`` if inputs are tokens; ``elements_per_s`` if other inputs vary in size; ``MFU`` (a share
-    of the device's peak) if the peak is known; and ``peak_allocated_bytes``, ``peak_reserved_bytes`` and ``rss_bytes``
+    of the device's peak) if the peak is known; ``power_w`` (of all GPUs) and ``samples_per_joule`` if the driver counts
+    energy; and ``peak_allocated_bytes``, ``peak_reserved_bytes`` and ``rss_bytes``
     of the rank that used most."""
     config_path: str
     """Path of the file with ``config``."""

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import optuna
 import pytest
 
 from optuna_dsat.cli.show import show_result
 from optuna_dsat.cli.studies import best, delete, launch_lines, result_lines, show, studies
-from optuna_dsat.cli.trials import export, trials
+from optuna_dsat.cli.trials import ExportFormat, TrialOrder, export, trials
 from optuna_dsat.errors import NothingRunnableError, UsageError
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.write import write_report
@@ -22,6 +23,7 @@ from optuna_dsat.store import Store
 from optuna_dsat.study.end_reason import headroom_in_words
 from optuna_dsat.study.stored import read_stored
 from optuna_dsat.trials import attributes
+from optuna_dsat.words import count_in_words, metric_in_words
 from tests.harness.entry_points import Run, run_here
 from tests.harness.landscapes import Hill
 from tests.harness.reports import ReportedStudyBench
@@ -125,6 +127,45 @@ def test_what_an_earlier_run_said_may_be_left_is_cleared_by_one_that_does_not_kn
     assert json.loads(capsys.readouterr().out)["headroom"] is None
     show("s", url)
     assert "90% probability" not in capsys.readouterr().out
+
+
+class Thirsty(Hill):
+    """The faster, the fewer samples per joule."""
+
+    def run(self, ds_config: Mapping[str, Any], slots: int) -> SimulatedResult:
+        micro_batch = ds_config["train_micro_batch_size_per_gpu"]
+        return replace(super().run(ds_config, slots), power_w=10.0 * micro_batch**2)
+
+
+@pytest.mark.parametrize("confirm", [0, 2])
+def test_samples_per_joule_are_stored_and_shown_where_the_power_is_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], confirm: int
+) -> None:
+    url = f"sqlite:///{tmp_path / 'study.db'}"
+    with Store.open(url) as store:
+        bench = ReportedStudyBench(tmp_path, store)
+        result = bench.run(bench.spec(max_trials=6, confirm=confirm), Thirsty())
+        page = write_report(store, "s", tmp_path / "report.html").read_text(encoding="utf-8")
+    assert result is not None
+    power_w = 10.0 * result.config["train_micro_batch_size_per_gpu"] ** 2
+    assert result.metrics["power_w"] == pytest.approx(power_w)
+    per_joule = result.metrics["throughput"] / power_w
+    assert json.loads(Path(result.metrics_path).read_text())["metrics"]["samples_per_joule"] == pytest.approx(per_joule)
+    shown = f"Energy: {metric_in_words('samples_per_joule', per_joule)} at {power_w:,.0f} W, your config "
+    assert shown in page
+    show("s", url)
+    assert shown in " ".join(capsys.readouterr().out.split())
+    trials("s", url, sort=TrialOrder.ENERGY, as_json=True)
+    rows = json.loads(capsys.readouterr().out)
+    known = [row["metrics"].get("samples_per_joule", 0.0) for row in rows]
+    assert known == sorted(known, reverse=True)
+    assert rows[0]["metrics"]["power_w"] < power_w, "not the order of the speeds"
+    trials("s", url, sort=TrialOrder.ENERGY)
+    heading, _, first = capsys.readouterr().out.splitlines()[:3]
+    assert "samples/J" in heading
+    assert f" {count_in_words(known[0])} " in first
+    export("s", url, ExportFormat.CSV)
+    assert "metric:samples_per_joule" in capsys.readouterr().out.splitlines()[0]
 
 
 __all__ = ["run_here"]

@@ -136,7 +136,7 @@ class FakeEngine:
         self.say(place, node, {"news": "events", "launch_id": name, "rank": node, "lines": lines})
 
     def _end(self, place: FakePlace, node: int, name: str) -> None:
-        gone = {"news": "gone", "end": {"exit_codes": {}, "oom_kills": 0}, "conditions": {}}
+        gone = {"news": "gone", "end": {"exit_codes": {}, "oom_kills": 0}}
         self.say(place, node, {**gone, "launch_id": name})
         self.say(place, node, {"news": "free", "launch_id": name, "note": ""})
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -14,7 +16,7 @@ from optuna_dsat.launch.machine.nvml import DeviceError
 from optuna_dsat.launch.places.cluster import Limits
 from optuna_dsat.launch.places.engine import ClusterError
 from optuna_dsat.launch.places.place import Layout, RemoteLaunch
-from optuna_dsat.launch.protocol import Finished, LaunchReport, SlotsBusyError
+from optuna_dsat.launch.protocol import Conditions, Finished, LaunchReport, SlotsBusyError
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.secrecy.references import PREFIX
 from tests.cluster import launches as on_nodes
@@ -239,10 +241,23 @@ def test_ranks_of_a_node_that_cannot_continue_a_launch_are_waited_for() -> None:
     launch.note(0, {"news": "started", "pid": 7, "forked": False, "command": []})
     launch.note(0, {"news": "failed", "why": "the disk is full"})
     assert (launch.end, launch.release(0.0)) == (None, None)
-    launch.note(0, {"news": "gone", "end": {"exit_codes": {"0": -9}, "oom_kills": 0}, "conditions": {}})
+    launch.note(0, {"news": "gone", "end": {"exit_codes": {"0": -9}, "oom_kills": 0}})
     launch.note(0, {"news": "free", "note": ""})
     assert launch.end is not None
     assert launch.release(0.0) == ""
+
+
+def test_the_load_of_a_launch_is_known_before_its_processes_are_gone_and_its_power_is_that_of_all_nodes() -> None:
+    """A trial is told when its steps are over; what went on beside it came with the end of its processes."""
+    launch = RemoteLaunch("trial-0001", place=MagicMock(), nodes=2, slots=2)
+    quiet = Conditions(window_s=2.0, others_cpu_s=0.0, cores=2, power_w=300.0)
+    launch.note(0, {"news": "conditions", "conditions": quiet.to_json()})
+    assert launch.conditions == replace(quiet, power_w=None)
+    busy = replace(quiet, others_cpu_s=1.0, power_w=50.0)
+    launch.note(1, {"news": "conditions", "conditions": busy.to_json()})
+    assert launch.conditions == replace(busy, power_w=350.0)
+    launch.take_on("trial-0002", {})
+    assert launch.conditions == Conditions()
 
 
 def test_places_that_are_lost_again_and_again_end_the_search(tmp_path: Path) -> None:

@@ -137,6 +137,7 @@ def test_a_trial_whose_files_cannot_be_written_ends_the_launch_that_it_was_to_co
         return any(item["news"] == kind and text in str(item) for item in news)
 
     wait_until(lambda: says("events", "profile_done"), what="it has measured", limit_s=90.0)
+    assert any(item["news"] == "conditions" for item in news), "before its processes are gone"
 
     def fail(*_: Any, **__: Any) -> RunDirectory:
         raise OutputError("No space left on device")
@@ -148,7 +149,11 @@ def test_a_trial_whose_files_cannot_be_written_ends_the_launch_that_it_was_to_co
     news.clear()
     wait_until(lambda: says("free"), what="its processes are gone")
     assert {item["launch_id"] for item in news} == {"second"}
-    assert [item["news"] for item in news if item["news"] not in ("events", "log")] == ["failed", "gone", "free"]
+    assert [item["news"] for item in news if item["news"] not in ("events", "log", "conditions")] == [
+        "failed",
+        "gone",
+        "free",
+    ]
 
 
 def test_what_takes_long_on_a_node_is_told_until_it_is_over(

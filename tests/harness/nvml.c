@@ -5,6 +5,7 @@
  *     gpu UUID TOTAL USED NAME...        the next GPU; a UUID that begins with MIG- is a part, found by UUID alone
  *     process GPU compute|graphics PID USED
  *     clocks GPU REASONS                 why its clocks are low, as a mask in hexadecimal digits
+ *     power GPU WATTS                    its energy counter grows by this power since the machine was started
  *     refuse FUNCTION CODE [GPU]         FUNCTION answers CODE, for one GPU or for all
  *
  * Layouts and codes are those of NVIDIA's nvml.h. With -DOLD_DRIVER the versioned lists of processes are not there.
@@ -13,16 +14,18 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
-enum { SUCCESS = 0, INVALID_ARGUMENT = 2, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7, MOST = 32 };
+enum { SUCCESS = 0, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7, MOST = 32 };
 #define MIB 1048576ULL
 #define NOT_TOLD (~0ULL)
 
 struct gpu { char uuid[80], name[80]; unsigned long long total, used; };
 struct process { unsigned gpu, pid; char kind[16]; unsigned long long used; };
 struct clocks { unsigned gpu; unsigned long long reasons; };
+struct power { unsigned gpu, watts; };
 struct refusal { char function[80]; int code, gpu; };
-static struct { unsigned gpus, processes, refusals, clocked; struct gpu gpu[MOST]; struct clocks clocks[MOST]; struct process process[MOST]; struct refusal refusal[MOST]; } machine;
+static struct { unsigned gpus, processes, refusals, clocked, powered; struct gpu gpu[MOST]; struct clocks clocks[MOST]; struct power power[MOST]; struct process process[MOST]; struct refusal refusal[MOST]; } machine;
 
 static unsigned long long bytes(const char *word) {
     return strcmp(word, "-") ? strtoull(word, NULL, 10) * MIB : NOT_TOLD;
@@ -44,6 +47,8 @@ static void read_machine(void) {
             process->used = bytes(one), machine.processes++;
         } else if (sscanf(line, "clocks %u %llx", &machine.clocks[machine.clocked].gpu, &machine.clocks[machine.clocked].reasons) == 2) {
             machine.clocked++;
+        } else if (sscanf(line, "power %u %u", &machine.power[machine.powered].gpu, &machine.power[machine.powered].watts) == 2) {
+            machine.powered++;
         } else if (sscanf(line, "refuse %79s %d %d", refusal->function, &refusal->code, &refusal->gpu) >= 2) {
             machine.refusals++;
         }
@@ -85,6 +90,17 @@ int nvmlDeviceGetEnforcedPowerLimit(void *handle, unsigned *milliwatts) {
     int code = asked("nvmlDeviceGetEnforcedPowerLimit", number(handle));
     if (!code) *milliwatts = 700000;
     return code;
+}
+
+int nvmlDeviceGetTotalEnergyConsumption(void *handle, unsigned long long *millijoules) {
+    int code = asked("nvmlDeviceGetTotalEnergyConsumption", number(handle));
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    for (unsigned i = 0; !code && i < machine.powered; i++) {
+        if ((int)machine.power[i].gpu != number(handle)) continue;
+        return *millijoules = machine.power[i].watts * (now.tv_sec * 1000ULL + now.tv_nsec / 1000000), SUCCESS;
+    }
+    return code ? code : NOT_SUPPORTED;
 }
 
 int nvmlSystemGetProcessName(unsigned pid, char *text, unsigned size) {

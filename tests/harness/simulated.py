@@ -22,6 +22,7 @@ from optuna_dsat.config.differences import live_changes
 from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH
 from optuna_dsat.launch.machine.devices import Device, Devices
 from optuna_dsat.launch.protocol import (
+    Conditions,
     Finished,
     Holder,
     LaunchReport,
@@ -118,6 +119,8 @@ class SimulatedResult:
     message: str = ""
     loss: float | None = None
     """Of every step; None if the script's losses are not observed."""
+    power_w: float | None = None
+    """Of all GPUs."""
 
     @property
     def latency_s(self) -> float:
@@ -150,6 +153,7 @@ class SimulatedLaunch:
     """The launch that it continues; empty if it started its own processes."""
     first_boundary_s: float | None = None
     last_boundary_s: float | None = None
+    power_w: float | None = None
 
 
 class SimulatedLauncher:
@@ -277,7 +281,7 @@ class SimulatedLauncher:
 
     def _schedule(self, launch: SimulatedLaunch, result: SimulatedResult, rng: random.Random) -> None:
         """Queue all updates of a launch."""
-        request = launch.request
+        request, launch.power_w = launch.request, result.power_w
         timeline = _RankTimeline(request, result, rng, noise=self._noise, luck=launch.luck)
         profile = self._landscape.profile(request.slots) if request.purpose == "profile" else None
         end_s = 0.0
@@ -314,6 +318,7 @@ class SimulatedLauncher:
             measured_s=(launch.last_boundary_s or 0.0) - (launch.first_boundary_s or 0.0),
             exit_s=0.0 if self._waits(request, outcome) else _EXIT_S,
             root=launch.root,
+            conditions=Conditions(power_w=launch.power_w),
         )
         self._push(time_s, Finished(launch_id=request.launch_id, report=report))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from optuna_dsat.launch.machine import host
 from optuna_dsat.launch.machine.devices import cpu_devices
 from optuna_dsat.launch.machine.host import BesideWatch, busy_seconds
 from optuna_dsat.launch.machine.processes import cpu_seconds
+from optuna_dsat.launch.machine.slots import SlotPool
 from optuna_dsat.launch.protocol import Conditions, Finished
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.agent.processes import ProcessKey
@@ -41,7 +43,12 @@ class Computer:
         monkeypatch.setattr(host, "cpu_seconds", self.cpu_s.get)
 
     def watch(self, **changes: object) -> BesideWatch:
-        known: dict[str, object] = {"start_profile_step": 3, "ranks": lambda: [RANK], "find": self._find}
+        known: dict[str, object] = {
+            "start_profile_step": 3,
+            "end_profile_step": 400,
+            "ranks": lambda: [RANK],
+            "find": self._find,
+        }
         return BesideWatch(**{**known, **changes}, cores={0, 1}, clock=lambda: self.time)  # type: ignore[arg-type]
 
     def _find(self) -> set[ProcessKey]:
@@ -154,6 +161,32 @@ def test_what_gpus_show_at_any_time_is_kept_once(computer: Computer) -> None:
     assert watch.conditions.throttle_reasons == ("power limit on GPU 0",)
 
 
+def test_power_is_read_at_the_ends_of_the_counted_steps_and_each_second(computer: Computer) -> None:
+    read: list[float] = []
+
+    def counter_j() -> float:
+        read.append(computer.time)
+        return 1e6 + 300 * computer.time
+
+    watch = computer.watch(energy_j=counter_j, end_profile_step=32)
+    for number in range(1, 33):
+        computer.passes(0.0625, others_s=0.0)
+        watch.update([*ends(number), *ends(number)])  # of two ranks
+    computer.passes(50.0, others_s=0.0)
+    watch.update(ends(32))  # of a rank read late
+    assert watch.conditions.power_w == pytest.approx(300.0)
+    assert read == [100.125, 101.125, 102.0], "after the warm-up, a second later and at the end"
+
+
+def test_power_is_unknown_without_counters_or_in_too_short_a_time(computer: Computer) -> None:
+    for known in ({}, {"energy_j": lambda: 300 * computer.time}):
+        watch = computer.watch(end_profile_step=3, **known)
+        for number in (2, 3):
+            watch.update(ends(number))
+            computer.passes(0.4, others_s=0.0)
+        assert watch.conditions.power_w is None
+
+
 @pytest.fixture
 def burner() -> Iterator[subprocess.Popen[bytes]]:
     code = "import time\nend = time.process_time() + 0.3\nwhile time.process_time() < end: pass"
@@ -209,11 +242,26 @@ def test_where_the_launch_itself_is_not_listed_nobody_is_another(machine: Machin
     assert pool.sight(lease, {os.getpid()}) == Conditions()
 
 
+def test_the_energy_of_a_launch_is_that_of_all_its_gpus_or_unknown(machine: Machine) -> None:
+    machine.gets("power 0 300")
+    pool = machine.pool()
+    both = pool.take(2)
+    assert pool.energy_j(both) is None, "GPU 1 counts none"
+    machine.gets("power 1 50")
+    used_j = pool.energy_j(both)
+    assert used_j == pytest.approx(350 * time.monotonic(), rel=0.01)
+    machine.gets("refuse nvmlDeviceGetTotalEnergyConsumption 15 0")
+    assert pool.energy_j(both) is None, "a lost GPU is no error"
+    on_cpu = SlotPool(cpu_devices(2))
+    assert on_cpu.energy_j(on_cpu.take(2)) is None
+
+
 @pytest.mark.torchrun
-def test_a_real_launch_knows_what_went_on_beside_it(tmp_path: Path) -> None:
+def test_a_real_launch_knows_what_went_on_beside_it(machine: Machine, tmp_path: Path) -> None:
+    machine.gets("power 0 300", "power 1 50")
     with_config = tmp_path / "user_config.json"
     with_config.write_text("{}", encoding="utf-8")
-    launcher = local_launcher(tmp_path / "out", devices=cpu_devices(2))
+    launcher = local_launcher(tmp_path / "out", devices=machine.detect(), nvml=machine.nvml())
     try:
         launcher.start(request(tmp_path, script=STUB, args=("--step-s", "0.4"), end_profile_step=6))
         updates = updates_until_finished(launcher)
@@ -228,3 +276,4 @@ def test_a_real_launch_knows_what_went_on_beside_it(tmp_path: Path) -> None:
     share = report.conditions.others_share
     assert share is not None
     assert 0.0 <= share <= 1.05
+    assert report.conditions.power_w == pytest.approx(350.0, rel=0.01)

@@ -6,7 +6,7 @@ import pytest
 
 from optuna_dsat.cost.memory import ModelProfile
 from optuna_dsat.launch.measurement import LaunchRecord
-from optuna_dsat.study.confirm.speeds import Speed, Speeds, speed_of, with_utilisation
+from optuna_dsat.study.confirm.speeds import Speed, Speeds, speed_of, with_efficiency
 from optuna_dsat.study.end_reason import headroom_in_words
 from optuna_dsat.words import (
     bytes_in_words,
@@ -72,7 +72,7 @@ def test_where_inputs_vary_in_size_the_measured_tokens_count() -> None:
 
 def test_what_is_stored_of_a_launch_tells_tokens_and_mfu_as_its_line_did() -> None:
     """Of a launch whose line said both, ``show``, the result and the notes said neither."""
-    kept = with_utilisation(
+    kept = with_efficiency(
         record(tokens=True).metrics(flops_per_sample=PROFILE.flops_per_sample), profile=PROFILE, config=BF16
     )
     shown = speed_of(kept, kept["FLOPS_per_gpu"], metric="FLOPS_per_gpu", device="cuda")
@@ -80,7 +80,7 @@ def test_what_is_stored_of_a_launch_tells_tokens_and_mfu_as_its_line_did() -> No
     half = speed_of(kept, kept["FLOPS_per_gpu"] / 2, metric="FLOPS_per_gpu", device="cuda")
     assert half.text.startswith("4 samples/s, 2,048 tokens/s")
     plain = record(tokens=False).metrics(flops_per_sample=1.0)
-    assert with_utilisation(plain, profile=replace(PROFILE, device_name="another"), config=BF16) == plain
+    assert with_efficiency(plain, profile=replace(PROFILE, device_name="another"), config=BF16) == plain
     assert "tokens_per_s" not in plain
 
 

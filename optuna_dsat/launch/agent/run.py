@@ -88,9 +88,11 @@ class MachineLaunch:
     def _beside_watch(self, request: LaunchRequest) -> BesideWatch:
         return BesideWatch(
             start_profile_step=request.start_profile_step,
+            end_profile_step=request.end_profile_step,
             ranks=lambda: self._tree.ranks,
             find=self._tree.living,
             look=lambda own: self._pool.sight(self._lease, own),
+            energy_j=lambda: self._pool.energy_j(self._lease),
         )
 
     def take_on(self, request: LaunchRequest, directory: RunDirectory) -> None:
@@ -321,7 +323,7 @@ class NodeLaunch:
         elif self._processes is not None:
             self._follow(self._processes, now)
         elif self._is_stopped:
-            self._say_gone(EndFacts(oom_kills=0), Conditions())
+            self._say_gone(EndFacts(oom_kills=0))
         elif not self.is_importing:
             self._start()
         news, self._news = self._news, []
@@ -342,7 +344,8 @@ class NodeLaunch:
 
     def _follow(self, processes: MachineLaunch, now: float) -> None:
         was_ending = processes.is_ending
-        processes.advance(now, self._read)
+        if processes.advance(now, self._read):
+            self._say("conditions", conditions=processes.conditions.to_json())
         state = (sorted(processes.dead_ranks), processes.code)
         if not was_ending and state != self._told:
             self._told = state
@@ -352,7 +355,7 @@ class NodeLaunch:
             self._say("usage", usage=_usage_rows(processes))
         if processes.is_ending and processes.sweep() and processes.end is not None:
             self._read(now, last=True)
-            self._say_gone(processes.end, processes.conditions)
+            self._say_gone(processes.end)
 
     def _read(self, now: float, *, last: bool = False) -> list[Event]:
         """Report new content of the files; return the events."""
@@ -366,9 +369,9 @@ class NodeLaunch:
             self._say("log", file=name, text=text)
         return events
 
-    def _say_gone(self, end: EndFacts, conditions: Conditions) -> None:
+    def _say_gone(self, end: EndFacts) -> None:
         self._is_gone = True
-        self._say("gone", end=asdict(end), conditions=conditions.to_json())
+        self._say("gone", end=asdict(end))
 
     def _say(self, kind: str, **content: Any) -> None:
         self._news.append({"news": kind, "launch_id": self.name, **content})

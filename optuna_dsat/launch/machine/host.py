@@ -163,6 +163,11 @@ def own_folder(*below: str, parent: Path | None = None) -> Path:
 # CPU time of others is the CPU time of the cores available to the launch minus the CPU time of its processes, between
 # two readings: the first at the end of the warm-up, the last at the latest step. Readings are taken by the tuner,
 # which counts as another process, as do launches in other slots.
+#
+# The power of the GPUs is the difference of two readings of their energy counters over the time between them. The first
+# is taken with the first reading, the last at the end of the last profile step, or at an earlier step's end at most a
+# second before a launch was ended early: all lie within the counted steps, apart from the delay with which the tuner
+# reads an event. Samples per joule is the throughput of the counted steps over this power.
 
 _USE_INTERVAL_S = 0.1
 """Minimum interval between readings of known processes, which take some tenths of a millisecond."""
@@ -191,12 +196,15 @@ class BesideWatch:
     """Compares the CPU time of the machine and of a launch, and observes the launch's GPUs."""
 
     start_profile_step: int
+    end_profile_step: int
     ranks: Callable[[], Collection[ProcessKey]]
     """Returns the ranks."""
     find: Callable[[], Collection[ProcessKey]]
     """Returns all living processes of the launch."""
     look: Callable[[Collection[int]], Conditions] = lambda _: Conditions()
     """Observes the launch's GPUs, given the PIDs of its processes."""
+    energy_j: Callable[[], float | None] = lambda: None
+    """Reads the energy counters of the launch's GPUs; None if they have none."""
     cores: Collection[int] = field(default_factory=lambda: os.sched_getaffinity(0))
     """Cores available to the launch, inherited from this process."""
     clock: Callable[[], float] = time.monotonic
@@ -206,6 +214,10 @@ class BesideWatch:
         self._last: _Reading | None = None
         self._found: set[ProcessKey] = set()
         self._searched_at: float | None = None
+        self._is_over = False
+        """Whether the last profile step was seen to end."""
+        self._energy: tuple[tuple[float, float], ...] = ()
+        """Time and joules of the first and the last reading of the energy counters."""
         self._gpu_processes: dict[str, None] = {}
         self._throttle_reasons: dict[str, None] = {}
 
@@ -214,11 +226,16 @@ class BesideWatch:
         if not any(map(self._is_boundary, events)):
             return
         now = self.clock()
-        if self._last is not None and now - self._last.time < _USE_INTERVAL_S:
+        was_over = self._is_over
+        self._is_over |= any(isinstance(e, StepMeasured) and e.number >= self.end_profile_step for e in events)
+        ends = self._is_over and not was_over
+        if not ends and self._last is not None and now - self._last.time < _USE_INTERVAL_S:
             return
-        if self._searched_at is None or now - self._searched_at >= _SEARCH_INTERVAL_S:
+        if ends or self._searched_at is None or now - self._searched_at >= _SEARCH_INTERVAL_S:
             self._searched_at = now
             self._search()
+            if not was_over and (used_j := self.energy_j()) is not None:
+                self._energy = (*self._energy[:1], (self.clock(), used_j))
         reading = self._read()
         if reading is not None:
             self._first = self._first or reading
@@ -249,7 +266,11 @@ class BesideWatch:
     @property
     def conditions(self) -> Conditions:
         """Activity observed so far; CPU times are None if the window is too short to measure them."""
-        on_gpus = Conditions(gpu_processes=tuple(self._gpu_processes), throttle_reasons=tuple(self._throttle_reasons))
+        on_gpus = Conditions(
+            gpu_processes=tuple(self._gpu_processes),
+            throttle_reasons=tuple(self._throttle_reasons),
+            power_w=self._power_w,
+        )
         first, last = self._first, self._last
         if first is None or last is None or last.time - first.time < _SHORTEST_WINDOW_S:
             return on_gpus
@@ -260,6 +281,15 @@ class BesideWatch:
             others_cpu_s=max(0.0, last.busy_s - first.busy_s - own_s),
             cores=len(self.cores),
         )
+
+    @property
+    def _power_w(self) -> float | None:
+        """Mean power between the readings of the energy counters; None if unknown or too short to measure."""
+        if len(self._energy) < 2:
+            return None
+        (first, before_j), (last, after_j) = self._energy
+        is_measured = last - first >= _SHORTEST_WINDOW_S and after_j > before_j
+        return (after_j - before_j) / (last - first) if is_measured else None
 
 
 def busy_seconds(cores: Collection[int]) -> float | None:

@@ -190,6 +190,11 @@ class Nvml:
         words = [f"{name} up to {int(mhz)} MHz" for name, mhz in clocks if mhz]
         return ", ".join([*words, *([f"power up to {int(power_mw) / 1000:.0f} W"] if power_mw else [])])
 
+    def energy_j(self, gpu: str) -> float | None:
+        """Return the energy used since the driver was loaded; None if unsupported, as by MIG and before Volta."""
+        used_mj = self._ask("nvmlDeviceGetTotalEnergyConsumption", self._handle(gpu))
+        return None if used_mj is None else int(used_mj) / 1000
+
     def process_name(self, pid: int) -> str:
         """Return the name of a process's program; empty if NVML does not report it."""
         try:

@@ -232,6 +232,13 @@ class GpuMonitor:
             throttle_reasons=tuple(f"{reason} on {gpu}" for reason in reasons),
         )
 
+    def energy_j(self, device: Device) -> float | None:
+        """Return the energy that a GPU has used since the driver was loaded, in joules; None if unknown."""
+        try:
+            return self._nvml.energy_j(device.nvml_id)
+        except NvmlError:
+            return None
+
     def use_in_words(self, device: Device, *, baseline_bytes: int) -> str:
         """Describe memory and processes of a GPU."""
         use, name = self._use(device), label(device, kind="cuda")

@@ -126,6 +126,12 @@ class SlotPool:
             throttle_reasons=tuple(reason for sight in seen for reason in sight.throttle_reasons),
         )
 
+    def energy_j(self, lease: SlotLease) -> float | None:
+        """Return the reading of a launch's energy counters in joules, summed over its GPUs; None if any is unknown."""
+        used = [None if self._gpus is None else self._gpus.energy_j(device) for device in lease.devices]
+        known = [item for item in used if item is not None]
+        return sum(known) if len(known) == len(used) else None
+
     def _lock_path(self, device: Device) -> Path:
         return lock_path(self._lock_dir, device.uuid or device.visible_id)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -285,7 +285,8 @@ class RemoteLaunch:
         self._dead: dict[int, set[int]] = {}
         self._usage: dict[int, dict[ProcessKey, ProcessUsage]] = {}
         self._rank_keys: dict[int, set[ProcessKey]] = {}
-        self._gone: dict[int, tuple[EndFacts, Conditions]] = {}
+        self._conditions: dict[int, Conditions] = {}
+        self._gone: dict[int, EndFacts] = {}
         self._free: dict[int, str] = {}
 
     @property
@@ -310,9 +311,11 @@ class RemoteLaunch:
 
     @property
     def conditions(self) -> Conditions:
-        """Load on the node where other processes took the largest share of the cores."""
-        reported = [conditions for _, conditions in self._gone.values()]
-        return max(reported, key=lambda each: each.others_share or 0.0, default=Conditions())
+        """Load on the node where other processes took the largest share of the cores, and the power of all nodes."""
+        reported = self._conditions.values()
+        loaded = max(reported, key=lambda each: each.others_share or 0.0, default=Conditions())
+        powers = [each.power_w for each in reported if each.power_w is not None]
+        return replace(loaded, power_w=sum(powers) if len(powers) == self._nodes else None)
 
     @property
     def code(self) -> int | None:
@@ -328,7 +331,7 @@ class RemoteLaunch:
         """Facts of the end on all nodes; counts are None unless every node has reported them."""
         if not self._is_over:
             return None
-        ends = [end for end, _ in self._gone.values()]
+        ends = self._gone.values()
         kills = [end.oom_kills for end in ends if end.oom_kills is not None]
         free = [end.shared_memory_free for end in ends if end.shared_memory_free is not None]
         return EndFacts(
@@ -354,18 +357,20 @@ class RemoteLaunch:
             self._note_end(node, news["agent"])
         elif kind == "usage":
             self._note_usage(node, news["usage"])
+        elif kind == "conditions":
+            self._conditions[node] = Conditions.from_json(news["conditions"])
         elif kind == "gone":
             end = news["end"]
             codes = {int(rank): int(code) for rank, code in end["exit_codes"].items()}
             facts = EndFacts(**{**end, "exit_codes": codes})
-            self._gone[node] = facts, Conditions.from_json(news["conditions"])
+            self._gone[node] = facts
             self._note_end(node, facts.agent_exit_code)
         elif kind == "free":
             self._free[node] = str(news["note"])
         elif kind == "failed":
             self.failure = self.failure or str(news["why"])
             if node not in self.forked:  # ranks that were to measure another trial are yet to end
-                self._gone[node] = EndFacts(oom_kills=0), Conditions()
+                self._gone[node] = EndFacts(oom_kills=0)
                 self._free[node] = ""
 
     def _note_end(self, node: int, code: int | None) -> None:
@@ -400,6 +405,7 @@ class RemoteLaunch:
         """Have the ranks, which wait for it, measure another trial."""
         self.place.order({"do": "continue", "launch_id": self._launch_id, **order})
         self._launch_id = self.place.launch_id = launch_id
+        self._conditions = {}
 
     def leave(self) -> None:
         """Have ranks that wait for another trial leave."""

@@ -29,7 +29,7 @@ from optuna_dsat.study.confirm.finalists import (
     without_failed,
 )
 from optuna_dsat.study.confirm.rounds import MIN_ROUNDS, RoundLaunch, Rounds, is_precise, order_of_round, paired_ratio
-from optuna_dsat.study.confirm.speeds import Speeds, with_utilisation
+from optuna_dsat.study.confirm.speeds import Speeds, with_efficiency
 from optuna_dsat.study.confirm.verdict import Verdict, VerdictKind, verdict_of
 from optuna_dsat.study.context import SearchContext
 from optuna_dsat.study.progress import FinalistMeasured, FinalistStarted
@@ -234,7 +234,12 @@ class Confirmation:
             value=None if interval is None else interval.value,
             low=None if interval is None else interval.low,
             high=None if interval is None else interval.high,
-            metrics=with_utilisation(metrics, profile=self._profile, config=trial.user_attrs[attributes.CONFIG]),
+            metrics=with_efficiency(
+                metrics,
+                profile=self._profile,
+                config=trial.user_attrs[attributes.CONFIG],
+                power_w=report.conditions.power_w,
+            ),
             steps=len(record.counted),
             outcome=report.outcome.value,
             message=report.message,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from optuna_dsat.cost.gpus import utilisation
 from optuna_dsat.cost.memory import ModelProfile
-from optuna_dsat.metrics import LARGER_IS_BETTER, SMALLER_IS_BETTER, UTILISATION, Interval
+from optuna_dsat.metrics import LARGER_IS_BETTER, PER_JOULE, POWER, SMALLER_IS_BETTER, UTILISATION, Interval
 from optuna_dsat.words import metric_in_words, range_in_words
 
 if TYPE_CHECKING:
@@ -124,9 +124,13 @@ class Speeds:
         return replace(result, samples_per_s=samples_per_s, tokens_per_s=tokens_per_s, utilisation=share)
 
 
-def with_utilisation(
-    metrics: Mapping[str, float], *, profile: ModelProfile, config: Mapping[str, Any]
+def with_efficiency(
+    metrics: Mapping[str, float], *, profile: ModelProfile, config: Mapping[str, Any], power_w: float | None = None
 ) -> dict[str, float]:
-    """Return the metrics of a launch with the share of the GPU's peak that they come to, where that is known."""
-    share = utilisation(profile, config, metrics)
-    return {**metrics} if share is None else {**metrics, UTILISATION: share}
+    """Return the metrics of a launch with the share of the GPU's peak and, by its power, samples/J if known."""
+    result, share = dict(metrics), utilisation(profile, config, metrics)
+    if share is not None:
+        result[UTILISATION] = share
+    if power_w and metrics:
+        result |= {POWER: power_w, PER_JOULE: metrics["throughput"] / power_w}
+    return result

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from optuna_dsat.metrics import Interval
+from optuna_dsat.metrics import PER_JOULE, POWER, Interval
 from optuna_dsat.study.confirm.measured import Measured
 from optuna_dsat.study.confirm.rounds import Undecided
 from optuna_dsat.study.confirm.verdict import Verdict, VerdictKind
-from optuna_dsat.words import things_in_words, times_in_words
+from optuna_dsat.words import metric_in_words, things_in_words, times_in_words
 
 
 def verdict_in_words(verdict: Verdict, *, metric: str, device: str = "cuda") -> tuple[str, ...]:
@@ -26,8 +26,9 @@ def answers_in_words(verdict: Verdict, *, metric: str, device: str = "cuda") -> 
 
 
 def remarks_in_words(verdict: Verdict) -> tuple[str, ...]:
-    """Return warnings, ties and noise as lines."""
-    return (*(f"Warning: {warning}" for warning in verdict.warnings), *filter(None, (_ties(verdict), _noise(verdict))))
+    """Return warnings, ties, noise and energy as lines."""
+    remarks = (_ties(verdict), _noise(verdict), _energy(verdict))
+    return (*(f"Warning: {warning}" for warning in verdict.warnings), *filter(None, remarks))
 
 
 def _at_same_batch(verdict: Verdict) -> str:
@@ -161,6 +162,16 @@ def _noise(verdict: Verdict) -> str:
         f"{words} Noise of the search: {search.relative_sd:.1%}, by which the search's values of "
         f"{things_in_words(search.launches, 'configuration')} differ from the rounds."
     )
+
+
+def _energy(verdict: Verdict) -> str:
+    """Return the samples per joule of the result and of the user's config; empty if unknown."""
+    metrics, own = verdict.result.metrics, None if verdict.is_baseline else verdict.baseline
+    if PER_JOULE not in metrics:
+        return ""
+    yours = None if own is None else own.metrics.get(PER_JOULE)
+    compared = "" if yours is None else f", your config {metric_in_words(PER_JOULE, yours)}"
+    return f"Energy: {metric_in_words(PER_JOULE, metrics[PER_JOULE])} at {metrics[POWER]:,.0f} W{compared}."
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -16,7 +16,7 @@ from optuna_dsat.metrics import speed_up
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.confirm.finalists import confirmation_end
 from optuna_dsat.study.confirm.rounds import MIN_ROUNDS, Rounds
-from optuna_dsat.study.confirm.speeds import Speeds, speed_of, with_utilisation
+from optuna_dsat.study.confirm.speeds import Speeds, speed_of, with_efficiency
 from optuna_dsat.study.confirm.verdict import verdict_of
 from optuna_dsat.study.context import SearchContext
 from optuna_dsat.study.progress import BestSoFar, SearchStarted, TrialDropped, TrialFinished
@@ -84,11 +84,11 @@ class TrialRecorder:
         speed = self._speeds.of(metrics, trial.user_attrs.get(attributes.CONFIG, {}), value=value)
         return BestSoFar(number=trial.number, words=trial.user_attrs.get(attributes.CONFIGURATION, ""), speed=speed)
 
-    def metrics(self, flight: Flight) -> dict[str, float]:
-        """Return the metrics of the steps counted so far."""
+    def metrics(self, flight: Flight, *, power_w: float | None = None) -> dict[str, float]:
+        """Return the metrics of the steps counted so far; of a launch that has ended with its power if known."""
         profile = self._profiled.profile
         counted = flight.record.metrics(flops_per_sample=profile.flops_per_sample)
-        return with_utilisation(counted, profile=profile, config=flight.request.ds_config)
+        return with_efficiency(counted, profile=profile, config=flight.request.ds_config, power_w=power_w)
 
     def in_words(self, metrics: Mapping[str, float]) -> str:
         """Describe the speed of a launch with these metrics."""
@@ -174,7 +174,7 @@ class TrialRecorder:
         if flight.record.input_variation:
             trial.set_user_attr(attributes.INPUT_VARIATION, flight.record.input_variation)
         if flight.record.counted:
-            trial.set_user_attr(attributes.METRICS, self.metrics(flight))
+            trial.set_user_attr(attributes.METRICS, self.metrics(flight, power_w=report.conditions.power_w))
         trial.set_user_attr(attributes.OUTCOME, report.outcome.value)
 
     def _raise_script_failure(self, flight: Flight, report: LaunchReport) -> None:
