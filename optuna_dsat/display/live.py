@@ -1,7 +1,9 @@
-"""The live view of a search on stderr: a table on a terminal, plain lines elsewhere."""
+"""The live view of a search: on a terminal, in the output of a notebook's cell; plain lines on stderr elsewhere."""
 
 from __future__ import annotations
 
+import importlib
+import io
 import sys
 import textwrap
 import threading
@@ -10,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.control import Control
@@ -39,6 +41,12 @@ _TIGHT = 0.9
 """Share of the device's memory above which the bar changes its colour."""
 _REFRESH_S, _END_S = 0.25, 2.0
 """Interval between two updates, and longest wait for the last update, in seconds."""
+_NOTEBOOK_CELLS, _NOTEBOOK_ROWS, _NOTEBOOK_S = 110, 30, 1.0
+"""Size of the view in a notebook, in characters, and interval between two updates, in seconds."""
+_NOTEBOOK_HTML = """<div style="display: flex; flex-direction: column-reverse; max-height: 14em; overflow: auto">
+<pre style="margin: 0">{}</pre></div>
+<pre style="margin: 0">{}</pre>"""
+"""Finished launches, of which the last are in view, above the state of the search."""
 _KEPT_LINES = 200
 """Number of latest scrolled lines, which are printed again after a resize."""
 
@@ -205,8 +213,23 @@ def _speed_of_own(state: LiveState, search: progress.SearchStarted, value: float
     return best.speed.at(value).text
 
 
+class _Drawing(Protocol):
+    """The part of a view that changes in place; see ``rich.live.Live``."""
+
+    def start(self) -> None:
+        """Show it."""
+
+    def refresh(self) -> None:
+        """Show its current state."""
+
+    def stop(self) -> None:
+        """Leave the last state of it, or nothing."""
+
+
 class LiveView:
     """A table of running launches below the lines of finished launches: for terminals."""
+
+    _refresh_s = _REFRESH_S
 
     def __init__(self, console: Console, stopping: Stopping, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
@@ -221,7 +244,7 @@ class LiveView:
         self._drawing = threading.RLock()
         self._thread = threading.Thread(target=self._draw_on, name="live view", daemon=True)
 
-    def _new_live(self) -> Live:
+    def _new_live(self) -> _Drawing:
         return Live(
             console=self._console,
             auto_refresh=False,
@@ -259,7 +282,7 @@ class LiveView:
                 self._console.print(line)
 
     def _draw_on(self) -> None:
-        while not self._over.wait(_REFRESH_S):
+        while not self._over.wait(self._refresh_s):
             with self._drawing, outliving_the_terminal():
                 self._follow_size()
                 self._live.refresh()
@@ -299,6 +322,69 @@ class LiveView:
         )
 
 
+class NotebookView(LiveView):
+    """The same in the output of a notebook's cell, as HTML.
+
+    Args:
+        notebook: The module ``IPython.display``.
+    """
+
+    _refresh_s = _NOTEBOOK_S
+
+    def __init__(self, notebook: Any, stopping: Stopping, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._notebook = notebook
+        nowhere = Console(quiet=True, width=_NOTEBOOK_CELLS, height=_NOTEBOOK_ROWS, force_jupyter=False, _environ={})
+        super().__init__(nowhere, stopping, clock=clock)
+
+    def _new_live(self) -> _Drawing:
+        return _CellOutput(self._notebook, self._html)
+
+    def _html(self) -> str:
+        state, below = self._state, self._render()
+        if self._over.is_set():  # it stays in the notebook: without what remained to be done
+            below = Text("" if state.search is None else "\n".join(_summary(state, state.search, self._clock())[:-1]))
+        return _NOTEBOOK_HTML.format(_as_html(*self._scrolled), _as_html(below))
+
+
+class _CellOutput:
+    """HTML in the output of a notebook's cell, updated in place."""
+
+    def __init__(self, notebook: Any, html: Callable[[], str]) -> None:
+        self._notebook = notebook
+        self._html = html
+        self._shown = ""
+
+    def start(self) -> None:
+        """Show it below the outputs so far."""
+        self._shown = self._html()
+        self._handle = self._notebook.display(self._notebook.HTML(self._shown), display_id=True)
+
+    def refresh(self) -> None:
+        """Show its current state if that has changed."""
+        html = self._html()
+        if html != self._shown:
+            self._shown = html
+            self._handle.update(self._notebook.HTML(html))
+
+    stop = refresh
+
+
+def _as_html(*content: RenderableType) -> str:
+    """Return what a console prints as HTML; control characters are written out, not interpreted."""
+    console = Console(
+        record=True, file=io.StringIO(), width=_NOTEBOOK_CELLS, highlight=False, force_jupyter=False, _environ={}
+    )
+    console.print(*content, sep="\n")
+    return console.export_html(inline_styles=True, code_format="{code}").strip("\n")
+
+
+def _notebook_display() -> Any:
+    """Return ``IPython.display`` if this process is the kernel of a notebook, else None; IPython is not imported."""
+    ipython = sys.modules.get("IPython")
+    kernel = None if ipython is None else getattr(ipython.get_ipython(), "kernel", None)
+    return None if kernel is None else importlib.import_module("IPython.display")
+
+
 def _style(event: progress.ProgressEvent) -> str:
     if not isinstance(event, progress.TrialFinished):
         return ""
@@ -311,13 +397,16 @@ def _style(event: progress.ProgressEvent) -> str:
 
 @contextmanager
 def make_observer(*, quiet: bool, stopping: Stopping | None = None) -> Iterator[progress.Observer]:
-    """Yield the observer for stderr: a live view on a terminal, lines when piped, nothing when quiet.
+    """Yield the observer: a live view in a notebook or on a terminal, lines when piped, nothing when quiet.
 
     ``NO_COLOR`` disables all colours. Lines are used on terminals that cannot move the cursor (``TERM=dumb``).
     """
     console = Console(stderr=True, highlight=False)
     if quiet:
         yield lambda _: None
+    elif (notebook := _notebook_display()) is not None:
+        with NotebookView(notebook, stopping or Stopping()) as view:
+            yield view
     elif console.is_terminal and not console.is_dumb_terminal and sys.stderr.isatty():
         with LiveView(console, stopping or Stopping()) as view:
             yield view

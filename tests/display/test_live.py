@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import html
 import io
 import json
 import os
@@ -9,6 +10,7 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import optuna
 import pytest
@@ -16,7 +18,7 @@ from optuna.trial import TrialState
 from rich.console import Console
 
 from optuna_dsat.display.lines import LineView
-from optuna_dsat.display.live import make_observer, render
+from optuna_dsat.display.live import NotebookView, make_observer, render
 from optuna_dsat.display.stopping import STOP_MESSAGE, Stopping
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.store import Store
@@ -235,6 +237,59 @@ def test_a_pipe_gets_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
         f"Trial 3: {started(3).words} ...",
         "Trial 3: micro-batch 3: out of memory; 4 of 10 done",
     ]
+
+
+class Cell:
+    """The output of a notebook's cell, as ``IPython.display`` writes it."""
+
+    def __init__(self) -> None:
+        self.outputs: list[list[str]] = []
+
+    def HTML(self, text: str) -> str:  # noqa: N802 - IPython's name
+        return text
+
+    def display(self, html: str, *, display_id: bool) -> SimpleNamespace:
+        assert display_id
+        output = [html]
+        self.outputs.append(output)
+        return SimpleNamespace(update=output.append)
+
+
+def test_a_notebook_gets_one_output_that_is_updated_in_place(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    cell = Cell()
+    shell = SimpleNamespace(kernel=object())
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    monkeypatch.setitem(sys.modules, "IPython.display", cell)
+    monkeypatch.setattr(NotebookView, "_refresh_s", 0.01)
+    with make_observer(quiet=False, stopping=Stopping()) as observer:
+        for event in (search(), started(0), finished(0, 40.0, best=True, own=True), started(1)):
+            observer(event)
+        observer(finished(1, 60.0, best=True))
+        observer(progress.Message(text="<script>alert(1)</script>"))
+        observer(started(2))
+        wait_until(lambda: "1 running" in cell.outputs[0][-1], what="it is drawn")
+        assert "2 of 10 done" in cell.outputs[0][-1]
+    (output,) = cell.outputs
+    assert len(output) >= 3
+    text = html.unescape(re.sub(r"<[^>]+>", "", output[-1]))
+    assert "Best in the search: 60 samples/s, 1.50x your config (trial 1: micro-batch 1)" in text
+    assert "Your config in the search: 40 samples/s" in text
+    assert "Trial 0: micro-batch 0: 40 samples/s" in text
+    assert "&lt;script&gt;" in output[-1]
+    assert "left" not in text, "the search is over"
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_shell_of_ipython_is_no_notebook_and_ipython_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=SimpleNamespace))
+    with make_observer(quiet=False) as observer:
+        assert isinstance(observer, LineView)
+    monkeypatch.delitem(sys.modules, "IPython")
+    with make_observer(quiet=False) as observer:
+        assert isinstance(observer, LineView)
+    assert "IPython" not in sys.modules
 
 
 def test_the_second_signal_leaves_at_once_and_says_how_to_go_on(capfd: pytest.CaptureFixture[str]) -> None:
