@@ -34,7 +34,7 @@ from optuna_dsat.config.conditions import (
     stage_of,
     swaps_params,
 )
-from optuna_dsat.runtime.overlay import CHECKPOINT_EVERY, COMPILE, MODEL, ZERO
+from optuna_dsat.runtime.overlay import CHECKPOINT_EVERY, COMPILE, LEAF_MODULE, MODEL, ZERO
 
 __all__ = [
     "BF16",
@@ -63,7 +63,6 @@ __all__ = [
     "Site",
 ]
 
-LEAF_MODULE = "leaf_module"
 DEEPCOMPILE = "deepcompile"
 BF16_MASTER = "bf16_master_weights_and_grads"
 QUANTIZED = ("zero_quantized_weights", "zero_quantized_gradients")
@@ -364,11 +363,11 @@ KNOBS: tuple[Knob, ...] = (
         choices=(False, True),
         default=False,
         stages=(3,),
-        where="ZeRO 3, always true, for modules that route samples among their parts, as mixtures of experts do",
+        where="ZeRO 3, always true, for modules with experts or that route samples among their parts",
         used_by=(
             "engine.DeepSpeedEngine._configure_distributed_model: the module is gathered as a whole. Otherwise ranks "
             "that route to different experts gather different parameters at once: they hang, or train on wrong ones "
-            "(tests/runtime/test_exact_knobs.py)."
+            "(tests/runtime/test_exact_knobs.py). The profile launch has it for modules with lists of experts, by name."
         ),
         source="DeepSpeed pull request 7604",
         since="0.18.0",

@@ -34,6 +34,7 @@ from optuna_dsat.runtime.adapt.trainers import HuggingFaceHook, LightningHook
 from optuna_dsat.runtime.events import ConfigDiffers, EngineReady, Event, EventWriter
 from optuna_dsat.runtime.failure import diagnose
 from optuna_dsat.runtime.imports import ImportWatch, patch
+from optuna_dsat.runtime.measure.blocks import gather_experts
 from optuna_dsat.runtime.measure.engine import (
     SHM_OPERATOR,
     Clock,
@@ -323,6 +324,8 @@ class DeepSpeedHook:
         if arguments.get("optimizer") is None and "optimizer" not in config:
             config = without_impossible_zero(config, read_config(source))
         self._config.check_model(arguments.get("model"), config)
+        if self._plan.purpose == "profile":
+            gather_experts(arguments.get("model"), config)
         arguments["config"] = config
         return self._config.differences(source)
 

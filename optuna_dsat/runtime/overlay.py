@@ -37,6 +37,7 @@ def nest(settings: Mapping[str, Any]) -> dict[str, Any]:
 ZERO = "zero_optimization"
 TRAIN_BATCH, MICRO_BATCH = "train_batch_size", "train_micro_batch_size_per_gpu"
 GRADIENT_ACCUMULATION = "gradient_accumulation_steps"
+LEAF_MODULE = "leaf_module"
 MODEL, CHECKPOINT_EVERY, COMPILE = "optuna_dsat", "checkpoint_every", "compile"
 """Section of settings that change the model or its engine, which DeepSpeed never gets, and its keys."""
 _BATCH_KEYS = (TRAIN_BATCH, GRADIENT_ACCUMULATION, MICRO_BATCH)

@@ -6,6 +6,7 @@ compiled operator behind ``DeepSpeedCPUAdam`` takes minutes to build; torch comp
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import sys
@@ -18,7 +19,7 @@ import torch
 from deepspeed.ops.op_builder import CPUAdamBuilder
 from torch import nn
 
-from optuna_dsat.runtime.measure.blocks import RoutingWatch
+from optuna_dsat.runtime.measure.blocks import RoutingWatch, gather_experts
 from tests.runtime.live_engines import counted
 
 HIDDEN, STEPS = 16, 3
@@ -76,10 +77,13 @@ class Model(nn.Module):
         return x.square().mean()
 
 
-def trained(config: Mapping[str, Any], *, mixture: bool) -> dict[str, Any]:
+def trained(config: Mapping[str, Any], *, mixture: bool = False, profiled: bool = False) -> dict[str, Any]:
     torch.manual_seed(3)
     model: Any = Model() if mixture else nn.Sequential(*(nn.Linear(HIDDEN, HIDDEN) for _ in range(6)))
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=dict(config))
+    settings = copy.deepcopy(dict(config))
+    if profiled:
+        gather_experts(model, settings)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=settings)
     watch = RoutingWatch(engine.module)
     losses, dtype = [], next(engine.module.parameters()).dtype
     for step in range(STEPS):
@@ -116,7 +120,7 @@ def _order(optimizer: Any) -> list[int]:
 
 def main() -> None:
     CPUAdamBuilder.load = lambda *_: Update()
-    results = [trained(item["config"], mixture=item.get("mixture", False)) for item in json.loads(sys.argv[1])]
+    results = [trained(**item) for item in json.loads(sys.argv[1])]
     if torch.distributed.get_rank() == 0:
         print(json.dumps(results), flush=True)
     torch.distributed.barrier()

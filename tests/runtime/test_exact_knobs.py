@@ -19,7 +19,8 @@ from torch import nn
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.knobs import LEAF_MODULE, OFFLOAD_OPTIMIZER, OFFLOAD_RATIO, PIN_MEMORY, ZENFLOW_SECTION
 from optuna_dsat.config.space_builder import SpaceRequest, build_space
-from optuna_dsat.runtime.measure.blocks import RoutingWatch
+from optuna_dsat.runtime.measure import blocks
+from optuna_dsat.runtime.measure.blocks import RoutingWatch, expert_modules, gather_experts
 
 SCRIPT = Path(__file__).with_name("exact_engines.py")
 BASE: dict[str, Any] = {
@@ -111,9 +112,36 @@ def test_a_mixture_of_experts_is_a_leaf_of_zero_3() -> None:
     assert (whole["routing"], whole["leaves"]) == (["Mixture"], [])
     leaf, other = config(3, **{LEAF_MODULE: True}), config(3)
     assert "leaf_module" not in other["zero_optimization"]
-    (gathered,) = trained({"config": leaf | exact | {"optimizer": torch_adam}, "mixture": True})
-    assert (gathered["routing"], gathered["leaves"]) == ([], ["Mixture"])
-    assert gathered["losses"] == pytest.approx(whole["losses"], rel=1e-5)
+    gathered, profiled = trained(
+        {"config": leaf | exact | {"optimizer": torch_adam}, "mixture": True},
+        {"config": other | exact | {"optimizer": torch_adam}, "mixture": True, "profiled": True},
+    )
+    for result in (gathered, profiled):
+        assert (result["routing"], result["leaves"]) == (["Mixture"], ["Mixture"])
+        assert result["losses"] == pytest.approx(whole["losses"], rel=1e-5)
+
+
+def test_experts_are_known_by_their_names_before_a_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "has_leaf_modules", lambda: True)
+
+    def of(name: str, parts: nn.Module) -> nn.Module:
+        module: nn.Module = type(name, (nn.Module,), {})()
+        module.parts = parts
+        return module
+
+    def parts(count: int = 2) -> nn.ModuleList:
+        return nn.ModuleList(nn.Linear(2, 2) for _ in range(count))
+
+    inner = of("SparseMoe", parts())
+    model = nn.Sequential(of("Stage", parts()), inner, of("MixtureOfExperts", nn.ModuleList([inner])))
+    assert expert_modules(model) == [inner]
+    for single in (of("Moe", parts()), of("Root", of("Moe", parts(1)))):
+        assert expert_modules(single) == [], "a model is no leaf, nor is a single expert"
+    for zero in ({"stage": 2}, {"stage": 3, LEAF_MODULE: {"names": ["1"]}}, {"stage": 3}):
+        given: dict[str, Any] = {"zero_optimization": dict(zero)}
+        gather_experts(model, given)
+        named = {LEAF_MODULE: {"classes": ["SparseMoe"]}} if zero == {"stage": 3} else {}
+        assert given["zero_optimization"] == {**zero, **named}
 
 
 def test_only_modules_that_route_samples_are_reported() -> None:

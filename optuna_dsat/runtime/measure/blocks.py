@@ -7,10 +7,13 @@ such as caches of keys and values. Some show by their type, others after a forwa
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
+
+from optuna_dsat.runtime.overlay import LEAF_MODULE, ZERO
 
 _SWITCHES = ("gradient_checkpointing", "activation_checkpointing", "grad_checkpointing", "use_checkpoint")
 """Attributes by which models switch their own checkpointing on."""
@@ -233,6 +236,45 @@ class BlockWatch:
             yield
 
 
+def has_leaf_modules() -> bool:
+    """Return whether DeepSpeed's config has ``leaf_module``, as since 0.18."""
+    module = sys.modules.get("deepspeed.runtime.zero.config")
+    return LEAF_MODULE in getattr(getattr(module, "DeepSpeedZeroConfig", None), "model_fields", ())
+
+
+def gather_experts(model: Any, config: dict[str, Any]) -> None:
+    """Name the modules with experts as leaves in a config of ZeRO 3, in place, unless it names some.
+
+    The first launch has to end before ``RoutingWatch`` can report them.
+    """
+    zero = config.get(ZERO)
+    classes = sorted({type(module).__name__ for module in expert_modules(model)})
+    if classes and isinstance(zero, dict) and zero.get("stage") == 3 and LEAF_MODULE not in zero and has_leaf_modules():
+        zero[LEAF_MODULE] = {"classes": classes}
+
+
+def expert_modules(model: Any) -> list[Any]:
+    """Return the outermost modules with a list of like parts that it, or their class, calls experts."""
+    result: dict[int, Any] = {}
+    inside = {id(model)}  # as a leaf, the model would be gathered as a whole
+    for module in model.modules() if hasattr(model, "modules") else ():  # parents come before their children
+        for name, container in () if id(module) in inside else module.named_children():
+            if _EXPERTS.search(f"{name} {type(module).__name__}") and _like_parts(container):
+                result[id(module)] = module
+                inside.update(id(part) for part in module.modules())
+    return list(result.values())
+
+
+_EXPERTS = re.compile("expert|mixture|moe", re.IGNORECASE)
+
+
+def _like_parts(container: Any) -> list[Any]:
+    """Return the parts of a list or dictionary of modules; empty unless there are several, of one type."""
+    parts = list(container.children())
+    is_list = type(container).__name__ in ("ModuleList", "ModuleDict")
+    return parts if is_list and len({*map(type, parts)}) == 1 < len(parts) else []
+
+
 class RoutingWatch:
     """Finds modules that route samples among like parts, as mixtures of experts do, by hooks during a forward pass.
 
@@ -243,15 +285,14 @@ class RoutingWatch:
 
     def __init__(self, model: Any) -> None:
         self._parts: list[tuple[Any, list[Any]]] = []
+        self._experts = expert_modules(model)
         self._shapes: dict[int, list[tuple[int, ...]]] = {}
         leaves: set[int] = set()
         for module in model.modules():  # parents come before their children
             if getattr(module, "_z3_leaf", False) or type(module).__module__.startswith("deepspeed."):
                 leaves.update(id(part) for part in module.modules())
             for container in () if id(module) in leaves else module.children():
-                parts = list(container.children())
-                is_list = type(container).__name__ in ("ModuleList", "ModuleDict")
-                if is_list and len({*map(type, parts)}) == 1 < len(parts):
+                if parts := _like_parts(container):
                     self._parts.append((module, parts))
 
     @contextmanager
@@ -268,10 +309,11 @@ class RoutingWatch:
             yield
 
     def routing_modules(self) -> list[Any]:
-        """Return the modules that were seen to route samples, of classes with several modules in the model."""
+        """Return the modules with experts, and those seen to route samples of which the model has several."""
         routing = [module for module, parts in self._parts if self._routes(parts)]
         kinds = [type(module) for module, _ in self._parts]
-        return [module for module in routing if kinds.count(type(module)) > 1]
+        seen = [module for module in routing if kinds.count(type(module)) > 1]
+        return list({id(module): module for module in (*self._experts, *seen)}.values())
 
     def _routes(self, parts: list[Any]) -> bool:
         """Return whether parts got different shares of the samples, which agree in all dimensions but the first."""

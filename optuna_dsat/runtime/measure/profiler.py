@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from optuna_dsat.runtime.events import Event, ProfileMeasured
-from optuna_dsat.runtime.measure.blocks import BlockWatch, RoutingWatch, compiled_by_script
+from optuna_dsat.runtime.measure.blocks import BlockWatch, RoutingWatch, compiled_by_script, has_leaf_modules
 from optuna_dsat.runtime.measure.memory import CpuMemory, CudaMemory, host_memory_bytes
 from optuna_dsat.runtime.rank import LaunchPlan, Rank
 
@@ -107,7 +107,7 @@ class Profiler:
         params, trainable = count_parameters(module)
         divisor, watch = max(1, samples), self._blocks
         host = host_memory_bytes()
-        leaves = self._routing.routing_modules() if _has_leaf_modules() else []
+        leaves = self._routing.routing_modules() if has_leaf_modules() else []
         self._write(
             ProfileMeasured(
                 rank=self._rank.rank,
@@ -158,12 +158,6 @@ class Profiler:
         if torch.cuda.is_available():
             return torch.cuda.get_device_name()
         return str(self._accelerator.device_name())
-
-
-def _has_leaf_modules() -> bool:
-    """Return whether DeepSpeed's config has ``leaf_module``, as since 0.18."""
-    module = sys.modules.get("deepspeed.runtime.zero.config")
-    return "leaf_module" in getattr(getattr(module, "DeepSpeedZeroConfig", None), "model_fields", ())
 
 
 def _flop_counter() -> Any:
