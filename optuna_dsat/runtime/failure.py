@@ -117,11 +117,11 @@ def diagnose(error: BaseException, *, phase: str, device: str, limited: bool) ->
     this rank's host memory is limited (``--device-memory`` on CPU).
     """
     on_cpu = device == "cpu"
-    for link in _exception_chain(error):
+    for link in exception_chain(error):
         memory = _memory_outcome(link, on_cpu=on_cpu, limited=limited)
         if memory is not None:
             return Diagnosis(outcome=memory, missing_bytes=missing_bytes(message_of(link)))
-    if any(_is_communication(link, phase) for link in _exception_chain(error)):
+    if any(_is_communication(link, phase) for link in exception_chain(error)):
         return Diagnosis(outcome=Outcome.COMMUNICATION_ERROR, missing_bytes=None)
     # An iterator of the script may be exhausted, e.g. a loader that drops its only, incomplete batch.
     cause = error.__cause__ if isinstance(error, RuntimeError) else error
@@ -163,7 +163,7 @@ def message_of(error: BaseException) -> str:
 def message_with_cause(error: BaseException) -> str:
     """Return an error's message; for failed operator builds, without the compiler's command lines."""
     message = message_of(error)
-    for link in _exception_chain(error):
+    for link in exception_chain(error):
         text = message_of(link)
         if built := _BUILD_FAILED.match(text):
             reason = next((match[1] for cause in _BUILD_CAUSES if (match := cause.search(text))), "see the log")
@@ -178,7 +178,8 @@ def format_traceback(error: BaseException, trace: TracebackType | None) -> str:
     return shortened("".join(traceback.format_exception(type(error), error, trace)), _LOOKED_AT_CHARS)
 
 
-def _exception_chain(error: BaseException) -> Iterator[BaseException]:
+def exception_chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and the errors that led to it, as Python shows them."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:

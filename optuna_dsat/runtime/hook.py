@@ -50,11 +50,11 @@ from optuna_dsat.runtime.measure.live import NotLiveError, change_settings, rele
 from optuna_dsat.runtime.measure.memory import (
     CpuMemory,
     CudaMemory,
-    count_out_of_memory_errors,
     limit_cuda_memory,
     limit_process_memory,
     support_uuid_visible_devices,
     unlink_shared_buffers,
+    watch_caught_errors,
 )
 from optuna_dsat.runtime.measure.meter import Meter, RankState
 from optuna_dsat.runtime.measure.profiler import Profiler, count_parameters
@@ -96,7 +96,7 @@ class DeepSpeedHook:
         self._batch_sources = BatchSources(
             micro_batch=self._config.micro_batch,
             follow=plan.batch_source,
-            fed=lambda: state.fed,
+            fed=lambda: state.trained,
             repeat=plan.measures,
             noting=plan.purpose == "profile",
             outputs=Path(plan.trackers_dir) / "hydra" if plan.trackers_dir else None,
@@ -158,7 +158,7 @@ class DeepSpeedHook:
             )
 
     def _torch_imported(self, torch: ModuleType) -> None:
-        count_out_of_memory_errors(torch)
+        watch_caught_errors(torch, self._state.note_error)
         if self._plan.device_memory_bytes is not None:
             limit_cuda_memory(torch, self._plan.device_memory_bytes, self._rank.local_rank)
 
@@ -427,7 +427,7 @@ class DeepSpeedHook:
         accumulation = self._config.accumulation
         self._plan, self._config = plan, TrialConfig(plan, world_size=self._rank.world_size)
         change_settings(self._engine, plan.changes)
-        self._state.steps = self._state.skipped = 0
+        self._state.steps = self._state.skipped = self._state.allocation_failures = 0
         release_cached_memory(self._accelerator)
         self._memory.restart()
         self._writer.write(self._engine_ready(self._engine, 0.0, self._differences))

@@ -50,7 +50,7 @@ from optuna_dsat.runtime.imports import EnvironmentWatch, ImportWatch, imported_
 from optuna_dsat.runtime.isolation.redirection import redirect_writes
 from optuna_dsat.runtime.isolation.world import World, rename_across_layers
 from optuna_dsat.runtime.measure.live import await_order
-from optuna_dsat.runtime.measure.memory import out_of_memory_errors, process_limit_lifted, unlink_shared_buffers
+from optuna_dsat.runtime.measure.memory import process_limit_lifted, unlink_shared_buffers
 from optuna_dsat.runtime.measure.meter import RankState
 from optuna_dsat.runtime.rank import LAUNCH_ENV, LaunchPlan, Rank
 from optuna_dsat.runtime.reporting import set_current_trial
@@ -208,7 +208,7 @@ class _RankProcess:
                 reason=reason,
                 steps=state.steps,
                 skipped=state.skipped,
-                allocation_failures=out_of_memory_errors(),
+                allocation_failures=state.allocation_failures,
             )
         )
         self._is_done = True

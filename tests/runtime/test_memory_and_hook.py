@@ -288,17 +288,23 @@ def test_only_deepspeeds_buffers_are_unlinked(tmp_path: Path) -> None:
 def test_out_of_memory_errors_are_counted_though_the_script_catches_them() -> None:
     program = (
         "import torch\n"
-        "from optuna_dsat.runtime.measure.memory import count_out_of_memory_errors, out_of_memory_errors\n"
-        "count_out_of_memory_errors(torch)\n"
-        "for _ in range(3):\n"
+        "from optuna_dsat.runtime.measure.memory import watch_caught_errors\n"
+        "from optuna_dsat.runtime.measure.meter import RankState\n"
+        "state = RankState(device='cuda')\n"
+        "watch_caught_errors(torch, state.note_error)\n"
+        "memory = 'CUDA out of memory. Tried to allocate 2.00 GiB'\n"
+        "for error in (torch.OutOfMemoryError(memory), RuntimeError(memory), RuntimeError('shapes')):\n"
         "    try:\n"
-        "        raise torch.OutOfMemoryError('CUDA out of memory')\n"
-        "    except torch.OutOfMemoryError as error:\n"
-        "        assert str(error) == 'CUDA out of memory'\n"
-        "print(out_of_memory_errors())\n"
+        "        raise error\n"
+        "    except Exception as caught:\n"
+        "        assert caught.args == error.args\n"
+        "        torch.cuda.empty_cache()\n"
+        "        torch.cuda.empty_cache()\n"
+        "torch.cuda.empty_cache()\n"
+        "print(state.allocation_failures)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "3\n"
+    assert done.stdout == "2\n"
 
 
 MIB = 2**20

@@ -90,6 +90,26 @@ def test_a_step_holds_all_its_micro_batches() -> None:
     assert (step.forward_s, step.backward_s, step.step_s, step.latency_s) == (3.0, 6.0, 0.75, 12.75)
 
 
+class FullEngine(Engine):
+    """Engine without memory for its input."""
+
+    def forward(self, *_: Any, **__: Any) -> torch.Tensor:
+        try:
+            raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
+        except RuntimeError as cause:
+            raise ValueError("the batch is too large") from cause
+
+
+def test_a_failed_allocation_in_the_engine_is_counted_once_though_the_script_catches_it() -> None:
+    bench = MeterBench(FullEngine)
+    bench.state.device = "cpu"
+    for failures in (1, 2):
+        with pytest.raises(ValueError, match="too large") as caught:
+            bench.engine(torch.ones(4, 2))
+        bench.state.note_error(caught.value)  # the script frees memory
+        assert (bench.state.allocation_failures, bench.state.trained) == (failures, 0)  # an epoch of them is the last
+
+
 def test_measuring_costs_a_fixed_few_calls_a_step() -> None:
     bench = MeterBench(lambda clock: Engine(clock, accumulation=4))
     bench.clock.waits = 0

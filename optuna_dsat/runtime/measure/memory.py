@@ -186,25 +186,19 @@ def limit_cuda_memory(torch: Any, budget_bytes: int, local_rank: int) -> None:
     torch.cuda._lazy_call(apply)
 
 
-_out_of_memory_errors = 0
+def watch_caught_errors(torch: Any, note: Callable[[BaseException], None]) -> None:
+    """Call ``note`` at each ``torch.OutOfMemoryError``, and with an error that the script handles by freeing memory."""
 
-
-def count_out_of_memory_errors(torch: Any) -> None:
-    """Count the ``torch.OutOfMemoryError`` of this process, which a script may catch; see ``out_of_memory_errors``."""
-    error = getattr(torch, "OutOfMemoryError", None)
-    if error is None:
-        return  # torch before 2.5
-
-    @patch(error, "__init__")
-    def counted(original: Any, self: BaseException, *args: object) -> None:
-        global _out_of_memory_errors
-        _out_of_memory_errors += 1
+    @patch(getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError), "__init__")  # torch before 2.5
+    def init(original: Any, self: BaseException, *args: object) -> None:
         original(self, *args)
+        note(self)
 
-
-def out_of_memory_errors() -> int:
-    """Return the number of out-of-memory errors since ``count_out_of_memory_errors``."""
-    return _out_of_memory_errors
+    @patch(torch.cuda, "empty_cache")
+    def empty_cache(original: Any) -> None:
+        if (handled := sys.exc_info()[1]) is not None:
+            note(handled)
+        original()
 
 
 def support_uuid_visible_devices(accelerator: Any) -> None:

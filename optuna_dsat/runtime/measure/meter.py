@@ -10,11 +10,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import Event, StepMeasured
+from optuna_dsat.runtime.failure import diagnose, exception_chain
 from optuna_dsat.runtime.imports import patch
 from optuna_dsat.runtime.measure.engine import (
     MOST_SKIPPED_STEPS,
@@ -31,6 +33,9 @@ from optuna_dsat.runtime.measure.memory import CpuMemory, CudaMemory
 from optuna_dsat.runtime.measure.profiler import Profiler
 from optuna_dsat.runtime.user_code import Place, places_of
 
+_COUNTED = "_counted_by_optuna_dsat"
+"""Attribute of a counted error."""
+
 
 @dataclass
 class RankState:
@@ -42,6 +47,8 @@ class RankState:
     """Global steps completed, without steps that the loss scaler skipped."""
     skipped: int = 0
     """Global steps that the loss scaler skipped."""
+    allocation_failures: int = 0
+    """Out-of-memory errors of the current trial, which the script may have caught."""
     steps_completed: int | None = None
     """Batches completed, as counted by the script around its current step; None if not reported."""
     device: str = ""
@@ -60,6 +67,17 @@ class RankState:
     def has_measured(self, last_step: int) -> bool:
         """Return whether a launch up to ``last_step`` ends here."""
         return self.steps >= last_step or self.skipped >= MOST_SKIPPED_STEPS
+
+    @property
+    def trained(self) -> int:
+        """Number of training inputs that fit in memory."""
+        return self.fed - self.allocation_failures
+
+    def note_error(self, error: BaseException) -> None:
+        """Count an error that means out of memory, once; also an allocator's ``RuntimeError``, by its message."""
+        if diagnose(error, phase=self.phase, device=self.device, limited=self.limited).outcome is Outcome.OUT_OF_MEMORY:
+            self.allocation_failures += not any(hasattr(link, _COUNTED) for link in exception_chain(error))
+            setattr(error, _COUNTED, True)
 
 
 @dataclass
@@ -389,11 +407,13 @@ class Meter:
             self._end_observation()
             self._end_observation = None
         start = self._clock.mark()
-        if self._profiler is None:
-            yield
-        else:
-            with self._profiler.observe(name, self._state.steps + 1):
+        profiler = self._profiler
+        try:
+            with profiler.observe(name, self._state.steps + 1) if profiler else nullcontext():
                 yield
+        except Exception as error:
+            self._state.note_error(error)
+            raise
         self._step.spans.append((name, start, self._clock.mark()))
         self._memory.sample()
         self._state.phase = "between"
