@@ -34,6 +34,7 @@ __all__ = [
     "StudyDeletedError",
     "UnreadableStudyError",
     "UsageError",
+    "exit_code_of",
 ]
 
 PATH_ERRORS = frozenset({errno.EACCES, errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EPERM})
@@ -111,3 +112,10 @@ class StorageError(DsatError):
 
 class StudyDeletedError(StorageError):
     """The study was deleted while it was searched."""
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Return the exit code of a command that ends with an error; 1 for errors without a code of their kind."""
+    if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
+        return UsageError.exit_code if error.errno in PATH_ERRORS else StorageError.exit_code
+    return getattr(error, "exit_code", DsatError.exit_code)

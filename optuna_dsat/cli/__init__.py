@@ -26,7 +26,7 @@ from optuna_dsat.cli.parsing.help import HELP_NAMES
 from optuna_dsat.cli.parsing.options_file import OPTIONS_ENV, file_of
 from optuna_dsat.cli.parsing.rewriting import COUNTS, hide_secrets, lift_option, spread_numbers
 from optuna_dsat.display.stopping import EXIT_INTERRUPTED
-from optuna_dsat.errors import PATH_ERRORS, DsatError, ScriptFailedError, UsageError
+from optuna_dsat.errors import PATH_ERRORS, DsatError, ScriptFailedError, UsageError, exit_code_of
 from optuna_dsat.escape.terminal import drop_lost_terminal, one_line, say, say_prose
 from optuna_dsat.runtime.files import TEXT_CHARS, shortened
 from optuna_dsat.secrecy.references import hidden_text
@@ -52,9 +52,6 @@ EXIT_NO_READER = 1
 
 _SHORT_FILES_BYTES = 2**24
 """File size limit below which a failing command mentions the limit: databases and logs may be larger."""
-
-EXIT_STORAGE = 5
-"""Exit code if files cannot be read or written; the same as for a failing database."""
 
 app = typer.Typer(
     name="optuna-dsat",
@@ -225,13 +222,13 @@ def _run(arguments: list[str]) -> NoReturn:
         if error.errno in PATH_ERRORS:  # a running search reports this itself
             what = "" if error.filename is None else f"{error.filename}: "
             _tell(one_line(f"{what}{error.strerror}.", limit_chars=LINE_CHARS))
-            sys.exit(UsageError.exit_code)
+            sys.exit(exit_code_of(error))
         if error.errno == errno.EIO and drop_lost_terminal():  # the terminal is gone
             sys.exit(EXIT_NO_READER)
         # otherwise an unexpected disk failure
         _tell(_failed_file(error))
         _drop(sys.stdout)
-        sys.exit(EXIT_STORAGE)
+        sys.exit(exit_code_of(error))
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(EXIT_INTERRUPTED)
     sys.exit(code or 0)

@@ -18,7 +18,7 @@ from optuna_dsat.cli.parsing.commands import origins_of
 from optuna_dsat.cli.parsing.parameters import stored_command
 from optuna_dsat.cli.tables import notify
 from optuna_dsat.display.stopping import EXIT_INTERRUPTED
-from optuna_dsat.errors import StorageError, StudyDeletedError
+from optuna_dsat.errors import StorageError, StudyDeletedError, exit_code_of
 from optuna_dsat.escape.terminal import say
 from optuna_dsat.study.options.declaration import STORAGE_ENV, of_output, options_in
 from optuna_dsat.tuning.options.given import Given
@@ -261,7 +261,7 @@ def on_end_of(request: StudyRequest, command: str | None) -> Iterator[SearchEnd]
     try:
         yield end
     except BaseException as error:  # the exit code is that of ``cli.main``
-        code = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 1)
+        code = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else exit_code_of(error)
         raise
     finally:
         if command is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -67,6 +68,17 @@ def test_it_runs_after_a_search_that_failed(bench: EntryPointBench, run_here: Ru
     variables = noted(bench.folder)
     assert (variables["OPTUNA_DSAT_STUDY"], variables["OPTUNA_DSAT_RESULT"]) == ("train-random", "")
     assert variables["OPTUNA_DSAT_EXIT_CODE"] == "2"
+
+
+class FullDisk(Hill):
+    def run(self, *_: Any) -> SimulatedResult:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_it_gets_the_exit_code_of_a_search_that_a_full_disk_ended(bench: EntryPointBench, run_here: Run) -> None:
+    bench.landscape = FullDisk()
+    code = run_here(*SEARCH, "--max-trials", "2", "--on-end", NOTE).returncode
+    assert (code, noted(bench.folder)["OPTUNA_DSAT_EXIT_CODE"]) == (5, "5")
 
 
 @pytest.mark.usefixtures("bench")
