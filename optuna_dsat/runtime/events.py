@@ -139,8 +139,8 @@ class EngineReady(Event, kind="engine_ready"):
     """The script's option for its DeepSpeed config, if it was omitted and the runtime set it to the launch's file."""
     config_in_code: bool = False
     """Whether the script opened the user's config by a hard-coded path."""
-    takes_local_rank: bool = False
-    """Whether the script has an option ``--local_rank``, which only the ``deepspeed`` launcher sets."""
+    takes_local_rank: str = ""
+    """The script's option ``--local_rank`` or ``--local-rank``, which torchrun does not set; empty without any."""
     starts_ranks: bool = False
     """Whether the script spawns its ranks with ``torch.multiprocessing`` and needs no launcher."""
     joins_ranks: bool = False

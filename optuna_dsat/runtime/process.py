@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import functools
 import io
 import os
 import signal
@@ -31,7 +30,7 @@ from optuna_dsat.runtime.adapt.journal import (
     note_shared_buffer,
     share_multiprocessing_folder,
 )
-from optuna_dsat.runtime.adapt.ranks import default_local_rank, with_local_rank
+from optuna_dsat.runtime.adapt.ranks import LOCAL_RANK, default_local_rank, with_local_rank
 from optuna_dsat.runtime.events import (
     STEPS_SKIPPED,
     EventWriteError,
@@ -137,8 +136,7 @@ class _RankProcess:
         self._take_on_in_engine = hook.take_on
         set_current_trial(hook)
         facts = self._state.script_facts
-        takes_local_rank = functools.partial(facts.update, takes_local_rank=True)
-        default_local_rank(rank.local_rank, on_found=takes_local_rank)
+        default_local_rank(rank.local_rank, on_found=lambda option: facts.update(takes_local_rank=option))
         given_config = plan.config_path if plan.user_config_path else ""
         default_config_option(
             given_config, user_config=plan.user_config_path, on_found=lambda option: facts.update(config_option=option)
@@ -147,7 +145,7 @@ class _RankProcess:
         given = with_local_rank(args, rank.local_rank, script=None if command.is_module else Path(command.name))
         if given != args:
             args = given
-            takes_local_rank()
+            facts["takes_local_rank"] = LOCAL_RANK
 
         def reads_config(by_its_name: bool) -> None:
             facts["config_in_code"] = facts.get("config_in_code", True) and not by_its_name

@@ -158,28 +158,26 @@ def training_command(
         variables = [f"{name}={value}" for name, value in environment.items()]
         return shell_join([*environment_words(spec, variables), program(words[0], spec.python), *words[1:]]), replaced
     ranks = str(spec.slots_per_trial)
-    deepspeed_launcher = profiled is not None and profiled.deepspeed_launcher  # gives every rank ``--local_rank``
+    rank_option = profiled is not None and profiled.trainer is None and profiled.takes_local_rank  # trainers need none
+    python, module = program("python", spec.python), ["-m"] if script.is_module else []
     if profiled is not None and profiled.starts_ranks:
-        launcher = [program("python", spec.python), *(["-m"] if script.is_module else [])]
-    elif deepspeed_launcher or says_where_to_meet(
+        launcher = [python, *module]
+    elif rank_option == "--local-rank":
+        launcher = [python, "-m", "torch.distributed.launch", "--nproc_per_node", ranks, *module]
+    elif rank_option or says_where_to_meet(
         script.script, is_module=script.is_module, cwd=Path(script.cwd), python=spec.python
     ):
-        without = [] if deepspeed_launcher else ["--no_local_rank"]
-        launcher = [
-            program("deepspeed", spec.python),
-            "--num_gpus",
-            ranks,
-            *without,
-            *(["--module"] if script.is_module else []),
-        ]
+        without = [] if rank_option else ["--no_local_rank"]
+        deepspeed_module = ["--module"] if script.is_module else []
+        launcher = [program("deepspeed", spec.python), "--num_gpus", ranks, *without, *deepspeed_module]
     else:
-        launcher = [program("torchrun", spec.python), "--nproc_per_node", ranks, *(["-m"] if script.is_module else [])]
+        launcher = [program("torchrun", spec.python), "--nproc_per_node", ranks, *module]
     settings = device_settings(spec)
     if host_threads:
         settings.append(f"OMP_NUM_THREADS={host_threads}")
     settings += [f"{name}={value}" for name, value in environment.items()]
     if spec.on != "here":
-        target = [*(["-m"] if script.is_module else []), script.script, *args]
+        target = [*module, script.script, *args]
         command = cluster_training_command(spec, settings=settings, words=target)
     else:
         command = shell_join([*environment_words(spec, settings), *launcher, script.script, *args])

@@ -32,8 +32,10 @@ def test_the_option_follows_the_rank_unless_it_is_given(option: str) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument(option, type=int, default=0)
     parser.add_argument("--other", type=int, default=0)
-    default_local_rank(3)
+    found: list[str] = []
+    default_local_rank(3, on_found=found.append)
     assert parser.parse_args([]) == argparse.Namespace(local_rank=3, other=0)
+    assert found == [option]
     assert parser.parse_args([f"{option}=1"]).local_rank == 1
 
 
@@ -73,10 +75,10 @@ def test_the_option_of_other_parsers_follows_the_rank_too(
     for name in ("click.core", "typer._click.core"):
         if (module := sys.modules.get(name)) is not None:
             monkeypatch.setattr(module.Command, "parse_args", module.Command.parse_args)
-    result: list[None] = []
-    default_local_rank(3, on_found=lambda: result.append(None))
+    result: list[str] = []
+    default_local_rank(3, on_found=result.append)
     assert run([]) == {"local_rank": 3, "other": 0}
-    assert result
+    assert set(result) == {option}
     assert run([f"{option}=1", "--other=2"]) == {"local_rank": 1, "other": 2}
 
 
@@ -97,8 +99,8 @@ def test_a_parameter_of_a_function_that_python_fire_calls_follows_the_rank(monke
         if (module := sys.modules.get(name)) is not None:
             monkeypatch.setattr(module.Command, "parse_args", module.Command.parse_args)
     monkeypatch.setattr(core, "_ParseKeywordArgs", vars(core)["_ParseKeywordArgs"])
-    result: list[None] = []
-    default_local_rank(3, on_found=lambda: result.append(None))
+    result: list[str] = []
+    default_local_rank(3, on_found=result.append)
     assert run(command=["train"]) == {"local_rank": 3, "other": 0}
     assert result
     assert run(command=["train", "--local_rank=1", "--other=2"]) == {"local_rank": 1, "other": 2}

@@ -28,20 +28,21 @@ from optuna_dsat.runtime.rank import Rank
 from optuna_dsat.runtime.user_code import declares_option, parsed_source
 
 _NAME = "local_rank"
-_OPTIONS = frozenset({"--local_rank", "--local-rank"})
+LOCAL_RANK = "--local_rank"
+_OPTIONS = (LOCAL_RANK, "--local-rank")
 _BY_HAND = re.compile(r"--local_rank(?![\w-])")
 _PLACE = ("MASTER_ADDR", "MASTER_PORT")
 
 
-def default_local_rank(local_rank: int, *, on_found: Callable[[], None] = lambda: None) -> None:
-    """Make ``local_rank`` the default of the option in every parser of this process."""
+def default_local_rank(local_rank: int, *, on_found: Callable[[str], None] = lambda _: None) -> None:
+    """Make ``local_rank`` the default of the option in every parser of this process; report its spelling."""
 
     @patch(argparse.ArgumentParser, "parse_known_args")
     def parse_known_args(original: Any, self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
         for action in self._actions:
-            if _OPTIONS.intersection(action.option_strings):
+            if (option := _spelling(action.option_strings)) is not None:
                 action.default = local_rank
-                on_found()
+                on_found(option)
         return original(self, *args, **kwargs)
 
     def fire_imported(core: Any) -> None:
@@ -50,22 +51,26 @@ def default_local_rank(local_rank: int, *, on_found: Callable[[], None] = lambda
             keywords, *left = original(args, spec)
             if _NAME in (*spec.args, *spec.kwonlyargs):
                 keywords.setdefault(_NAME, str(local_rank))
-                on_found()
+                on_found(LOCAL_RANK)
             return (keywords, *left)
 
     def click_imported(click: Any) -> None:
         @patch(click.Command, "parse_args")
         def parse_args(original: Any, self: Any, ctx: Any, args: list[str]) -> Any:
             for parameter in self.params:
-                if _OPTIONS.intersection(parameter.opts):
+                if (option := _spelling(parameter.opts)) is not None:
                     parameter.default, parameter.required = local_rank, False
-                    on_found()
+                    on_found(option)
             return original(self, ctx, args)
 
     # Newer versions of Typer include a copy of click.
     ImportWatch(
         {"fire.core": fire_imported, "click.core": click_imported, "typer._click.core": click_imported}
     ).install()
+
+
+def _spelling(options: Sequence[str]) -> str | None:
+    return next((option for option in _OPTIONS if option in options), None)
 
 
 def with_local_rank(args: Sequence[str], local_rank: int, *, script: Path | None) -> tuple[str, ...]:

@@ -46,8 +46,9 @@ class Profiled(Record):
     """Smallest micro-batch that the script trains with, as far as known: larger than 1 where it failed at less."""
     data_parallel_size: int | None = None
     """Ranks that consume different samples; None for all ranks (profiles of older versions)."""
-    takes_local_rank: bool = False
-    """Whether the script has an option ``--local_rank``, which the ``deepspeed`` launcher passes."""
+    takes_local_rank: str | bool = ""
+    """The script's option ``--local_rank``, which the ``deepspeed`` launcher passes, or ``--local-rank``, which
+    ``torch.distributed.launch`` does; True for the former in profiles of older versions, empty or False for none."""
     starts_ranks: bool = False
     """Whether the script starts its ranks by ``torch.multiprocessing``, and so trains without a launcher."""
     joins_ranks: bool = False
@@ -82,11 +83,6 @@ class Profiled(Record):
     """Whether the first losses with and without ZeRO agree; None if they were not compared."""
     zero_comparison: str = ""
     """This comparison in a sentence; empty if there was none."""
-
-    @property
-    def deepspeed_launcher(self) -> bool:
-        """Whether training needs the ``deepspeed`` launcher instead of torchrun; trainers find their rank."""
-        return self.takes_local_rank and self.trainer is None
 
     def followed_by(self, spec: StudySpec) -> StudySpec:
         """Return a spec as the script means it: its trainer's and its own batch sizes filled in and followed."""
