@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import time
 from collections.abc import Mapping, Sequence
 from itertools import starmap
@@ -78,30 +77,6 @@ def things_in_words(count: int, thing: str) -> str:
 def faster_in_words(share: float) -> str:
     """Return how much faster something is by a share, such as ``9% faster`` or ``3.5 times as fast``."""
     return f"{share:.0%} faster" if share < 1 else f"{count_in_words(float(1 + share), digits=2)} times as fast"
-
-
-_RULES = (
-    (r"greater than or equal to (\S+)", r"at least \1"),
-    (r"less than or equal to (\S+)", r"at most \1"),
-    (r"greater than (\S+)", r"above \1"),
-    (r"less than (\S+)", r"below \1"),
-    (r"a valid number\b.*", "a number"),
-    (r"a valid integer\b.*", "a whole number"),
-    (r"a valid boolean\b.*", "true or false"),
-    (r"a valid string\b.*", "text"),
-)
-"""Messages of pydantic (and of typer through it) about invalid input -> readable wording."""
-
-
-def rule_in_words(message: str) -> str:
-    """Return a message of pydantic (possibly wrapped by typer) as a rule: ``it must be at least 1``."""
-    before, result, rule = message.replace("Value error, ", "").rpartition("Input should be ")
-    if not result:
-        return rule
-    for pattern, words in _RULES:
-        if re.match(pattern, rule):
-            return f"{before}it must be {re.sub(pattern, words, rule, count=1)}"
-    return f"{before}it must be {rule}"
 
 
 def times_in_words(ratio: float) -> str:

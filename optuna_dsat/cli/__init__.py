@@ -204,7 +204,7 @@ def _run(arguments: list[str]) -> NoReturn:
         context = getattr(error, "ctx", None)  # only usage errors have this attribute
         remedy = "" if context is None else f" See {context.command_path} --help."
         if error.format_message():  # empty if the help was shown instead
-            from optuna_dsat.words import rule_in_words
+            from optuna_dsat.runtime.failure import rule_in_words
 
             text = one_line(rule_in_words(error.format_message().rstrip(".")), limit_chars=LINE_CHARS)
             end = "" if text.endswith(("?", "!")) else "."

@@ -119,13 +119,13 @@ def _trial_table(
         structure, _, micro_batch = config.partition(", micro-batch ")
         value = _measured_value(row)
         ratio = row["speed_up"] or (value and speed_up(row["value"], user, maximize=study.maximize))
-        times, mark = times_in_words(ratio) if ratio else "", "best" if row["handed_over"] else ""
+        times, mark = times_in_words(ratio) if ratio else "", "yes" if row["handed_over"] else ""
         facts = [row["number"], structure, micro_batch, measured or outcome_in_words(row["outcome"] or row["state"])]
         per_joule = row["metrics"].get(PER_JOULE)
         used = [count_in_words(per_joule) if per_joule else ""] if energy else []
         table.append([*facts, *used, times, mark, searched, settings, row["reason"], row["message"]])
     headings = ["number", "structure", "micro-batch", _UNIT.strip() if shared else "speed"]
-    headings += [*(["samples/J"] if energy else []), "x yours", ""]
+    headings += [*(["samples/J"] if energy else []), "x yours", "best"]
     return [*headings, "in the search", "other settings", "reason", "message"], table
 
 

@@ -19,6 +19,7 @@ from optuna_dsat.doctor.config_probe import UNKNOWN
 from optuna_dsat.doctor.finding import Finding, Status, finding_of
 from optuna_dsat.doctor.libraries import run_probe
 from optuna_dsat.errors import ConfigError
+from optuna_dsat.runtime.failure import rule_in_words
 from optuna_dsat.secrecy.names import is_secret
 from optuna_dsat.secrecy.references import hidden_text
 from optuna_dsat.words import things_in_words
@@ -179,7 +180,7 @@ def _of_refusals(config: Mapping[str, Any], probed: Mapping[str, Any], autos: li
     """Yield findings on values rejected by DeepSpeed; keys with "auto" are added to ``autos`` instead."""
     flat = ds_config.flatten(config)
     for refusal in probed["refused"]:
-        keys, text = refusal["keys"], refusal["text"]
+        keys, text = refusal["keys"], rule_in_words(refusal["text"])
         keys = [key for key in keys if key.startswith(_BUILT)] or keys
         key = keys[0] if len(keys) == 1 else ""
         value = flat.get(key)

@@ -276,6 +276,33 @@ def _torch_types(*names: str) -> tuple[type[BaseException], ...]:
     return tuple(result)
 
 
+_RULES = (
+    (r"greater than or equal to (\S+)", r"at least \1"),
+    (r"less than or equal to (\S+)", r"at most \1"),
+    (r"greater than (\S+)", r"above \1"),
+    (r"less than (\S+)", r"below \1"),
+    (r"a valid number\b.*", "a number"),
+    (r"a valid integer\b.*", "a whole number"),
+    (r"a valid boolean\b.*", "true or false"),
+    (r"a valid string\b.*", "text"),
+)
+"""Messages of pydantic (and of typer through it) about invalid input -> readable wording."""
+_TWICE = re.compile(r", (\S+) or \1$")
+"""The end of choices of which the last has two names, as the ZeRO stages in DeepSpeed's config."""
+
+
+def rule_in_words(message: str) -> str:
+    """Return a message of pydantic (possibly wrapped by typer) as a rule: ``it must be at least 1``."""
+    before, result, rule = message.replace("Value error, ", "").rpartition("Input should be ")
+    if not result:
+        return rule
+    rule = _TWICE.sub(r" or \1", rule)
+    for pattern, words in _RULES:
+        if re.match(pattern, rule):
+            return f"{before}it must be {re.sub(pattern, words, rule, count=1)}"
+    return f"{before}it must be {rule}"
+
+
 _VALIDATION = re.compile(r"\d+ validation errors? for (\w+)")
 _REASON = re.compile(
     r"\s+(?P<text>.*?)(?: \[type=(?P<type>\w+), input_value=(?P<value>.*), input_type=(?P<of>\w+)\])?$"
@@ -333,5 +360,9 @@ def refused_values(message: str) -> Iterator[tuple[str, str, str]]:
         elif key is not None and (match := _REASON.match(line)):
             unknown = match["type"] == "extra_forbidden"
             has_value = match["value"] and match["of"] != "dict" and not unknown
-            yield key, match["value"] if has_value else "", "DeepSpeed has no such key" if unknown else match["text"]
+            yield (
+                key,
+                match["value"] if has_value else "",
+                "DeepSpeed has no such key" if unknown else rule_in_words(match["text"]),
+            )
             key = None  # the next line contains further information

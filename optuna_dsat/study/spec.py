@@ -19,11 +19,11 @@ from optuna_dsat.config.knobs import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, ZERO_STAG
 from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.machine.devices import Devices
 from optuna_dsat.metrics import METRICS, direction_of
+from optuna_dsat.runtime.failure import rule_in_words
 from optuna_dsat.script.arg_mapping import MAPPABLE
 from optuna_dsat.study.options.declaration import options_in
 from optuna_dsat.study.options.methods import METHODS, AshaSettings, GuidedSettings, RandomSettings, default_stages
 from optuna_dsat.study.options.settings import SearchSettings
-from optuna_dsat.words import rule_in_words
 
 if TYPE_CHECKING:
     import optuna

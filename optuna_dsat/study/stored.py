@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from optuna_dsat.config.search_space import SearchSpace
 from optuna_dsat.errors import ConfigError, NothingRunnableError, StudyConflictError, UnreadableStudyError, UsageError
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.failure import rule_in_words
 from optuna_dsat.runtime.overlay import MODEL
 from optuna_dsat.script.trainer import ScriptTrainer
 from optuna_dsat.secrecy.shapes import hidden_data
@@ -29,7 +30,7 @@ from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.study.space import objective, space_of
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.trials import attributes
-from optuna_dsat.words import rule_in_words, things_in_words
+from optuna_dsat.words import things_in_words
 
 if TYPE_CHECKING:
     from optuna_dsat.guided.planner import GuidedPlanner

@@ -148,6 +148,15 @@ def test_auto_is_fatal_where_nobody_fills_it_in() -> None:
     assert (finding.name, finding.status) == ("train_micro_batch_size_per_gpu", Status.FATAL)
 
 
+def test_a_value_that_deepspeed_refuses_is_named_with_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Users read "Input should be 0, 1, 2, 3 or 3", in the words of pydantic."""
+    refusal = {"keys": ["zero_optimization.stage"], "text": "Input should be 0, 1, 2, 3 or 3", "model": "M"}
+    nothing = {"version": "1", "asked": {}, "quoted": [], "models": {}, "choices": {}}
+    monkeypatch.setattr(config_check, "run_probe", lambda *_args, **_options: {**nothing, "refused": [refusal]})
+    (finding,) = check({"train_batch_size": 4, "optimizer": ADAM, "zero_optimization": {"stage": 7}})
+    assert finding.text == "zero_optimization.stage is 7: it must be 0, 1, 2 or 3."
+
+
 def test_what_zero_refuses_of_an_optimizer_is_named_with_the_stage() -> None:
     config = {"train_batch_size": 4, "optimizer": {"type": "SGD"}, "zero_optimization": {"stage": 1}}
     (finding,) = check(config)

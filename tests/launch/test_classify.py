@@ -348,7 +348,7 @@ def test_evaluation_that_is_left_out_is_told(seconds: list[float], message: str)
             "1 validation error for DeepSpeedZeroConfig\nreduce_bucket_size\n  Input should be a valid integer ["
             "type=int_parsing, input_value='2e8', input_type=str]\n    For further "
             "information visit https://errors.pydantic.dev/2.14/v/int_parsing",
-            "zero_optimization.reduce_bucket_size is '2e8': Input should be a valid integer",
+            "zero_optimization.reduce_bucket_size is '2e8': it must be a whole number",
         ),
         (
             "2 validation errors for DeepSpeedZeroConfig\ncpu_offload_params\n  Extra inputs are not permitted "
@@ -356,12 +356,17 @@ def test_evaluation_that_is_left_out_is_told(seconds: list[float], message: str)
             "offload_optimizer.device\n  Input should be 'none', 'cpu' or 'nvme' [type=enum, input_value='gpu', "
             "input_type=str]",
             "zero_optimization.cpu_offload_params: DeepSpeed has no such key; "
-            "zero_optimization.offload_optimizer.device is 'gpu': Input should be 'none', 'cpu' or 'nvme'",
+            "zero_optimization.offload_optimizer.device is 'gpu': it must be 'none', 'cpu' or 'nvme'",
+        ),
+        (
+            "1 validation error for DeepSpeedZeroConfig\nstage\n  Input should be 0, 1, 2, 3 or 3 [type=enum, "
+            "input_value=7, input_type=int]",
+            "zero_optimization.stage is 7: it must be 0, 1, 2 or 3",
         ),
         (
             "1 validation error for Settings\n  Value error, a and b exclude each other [type=value_error, "
             "input_value={'a': 1}, input_type=dict]",
-            "Settings: Value error, a and b exclude each other",
+            "Settings: a and b exclude each other",
         ),
         (
             "Please correct:\n- lr=1 vs 2\n- steps=3 vs 4\nSet them to 'auto'.",

@@ -34,7 +34,7 @@ OFFLOAD = {"optimizer": {"type": "AdamW"}, "zero_optimization": {"offload_optimi
         ("RuntimeError: the mean is 0", AUTO, ""),
         ("ValueError: correct values that mismatch TrainingArguments values: lr; set these to 'auto'", AUTO, ""),
         (
-            "ValidationError: zero_optimization.reduce_bucket_size is 'auto': Input should be a valid integer",
+            "ValidationError: zero_optimization.reduce_bucket_size is 'auto': it must be a whole number",
             AUTO,
             '. "auto" is filled in by the Hugging Face Trainer and, in part, by accelerate and Lightning, not by '
             "DeepSpeed: give zero_optimization.reduce_bucket_size a value",
@@ -46,7 +46,7 @@ OFFLOAD = {"optimizer": {"type": "AdamW"}, "zero_optimization": {"offload_optimi
         ),
         ("TypeError: forward() got an unexpected keyword argument 'labels'", AUTO, ""),
         (
-            "ValidationError: zero_optimization.reduce_bucket_size is '2e8': Input should be a valid integer",
+            "ValidationError: zero_optimization.reduce_bucket_size is '2e8': it must be a whole number",
             {},
             ". Write zero_optimization.reduce_bucket_size as a number or true or false, without quotes",
         ),

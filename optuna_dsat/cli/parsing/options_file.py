@@ -31,7 +31,7 @@ from typer.exceptions import TyperException
 
 from optuna_dsat.config.documents import checked, read_document
 from optuna_dsat.errors import UsageError
-from optuna_dsat.words import rule_in_words
+from optuna_dsat.runtime.failure import rule_in_words
 
 OPTIONS_ENV = "OPTUNA_DSAT_OPTIONS"
 """Environment variable with the path of an options file."""

@@ -344,7 +344,7 @@ _GPU_ONLY = (
 _CPU_OPTIMIZERS = ("adagrad", "adam", "adamw", "lion", "muon", "sgd")
 _UNKNOWN_KEY = re.compile(r"([\w.]+): DeepSpeed has no such key")
 _MORE_KEYS = ("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory")
-_QUOTED_NUMBER = re.compile(r"([\w.]+) is ('[^']*'): Input should be a valid (?:integer|number|boolean)")
+_QUOTED_NUMBER = re.compile(r"([\w.]+) is ('[^']*'): it must be (?:a whole number|a number|true or false)")
 
 
 def failure_hint(spec: StudySpec, report: LaunchReport, record: LaunchRecord) -> str:

@@ -43,7 +43,9 @@ def options_of(section: Autotuning) -> tuple[dict[str, Any], list[str]]:
         if method is None:
             notes.append(f"autotuning.tuner_type is not used: {section.tuner_type!r} is none of {', '.join(_METHODS)}.")
         elif method != section.tuner_type:
-            notes.append(f"autotuning.tuner_type {section.tuner_type} is not there: `tune` and `run` use {method}.")
+            notes.append(
+                f"autotuning.tuner_type {section.tuner_type!r} is not available: `tune` and `run` use {method}."
+            )
     return {name: value for name, value in options.items() if value is not None}, notes
 
 
