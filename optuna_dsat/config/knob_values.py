@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from optuna_dsat.config.documents import as_written
 from optuna_dsat.config.ds_config import size_limit
 from optuna_dsat.config.knobs import KNOBS, NVME, ZERO_STAGE, ZERO_STAGES, Kind
@@ -66,6 +68,8 @@ def check_permissions(names: Iterable[str]) -> tuple[str, ...]:
     return result
 
 
+_FLAG = TypeAdapter(bool)
+"""Reads flags as DeepSpeed does: ``1``, ``"yes"`` and ``"True"`` are true."""
 _ALIKE = 0.6
 """Minimum similarity of a misspelt name to a knob: short names such as ``stage`` have few letters."""
 
@@ -83,10 +87,10 @@ def normalise(name: str, kind: Kind, value: Any) -> Any:
     if kind in ("modules", "section") and isinstance(value, Mapping):
         return True
     if kind in ("flag", "modules", "section"):
-        flags = {True: True, False: False, "true": True, "false": False, "True": True, "False": False}
-        if not isinstance(value, bool | str) or value not in flags:
-            raise ConfigError(f"{name} is {as_written(value)}; it must be true or false.")
-        return flags[value]
+        try:
+            return _FLAG.validate_python(value)
+        except ValidationError:
+            raise ConfigError(f"{name} is {as_written(value)}; it must be true or false.") from None
     if kind == "share":
         return _share(name, value)
     number = 0 if kind == "blocks" and value in (None, "none") else _whole(name, value)
@@ -129,7 +133,8 @@ def _whole(name: str, value: Any) -> int:
             return int(value) if isinstance(value, int) else int(number)
     except ValueError:
         pass
-    raise ConfigError(f"{name} is {as_written(value)}; it must be a whole number, such as 5e8 or 500000000.")
+    example = "one of 0, 1, 2 and 3" if name == ZERO_STAGE else "a whole number, such as 5e8 or 500000000"
+    raise ConfigError(f"{name} is {as_written(value)}; it must be {example}.")
 
 
 def distinct_sizes(name: str, sizes: Iterable[int], params: int | None) -> Iterable[int]:

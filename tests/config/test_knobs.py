@@ -11,6 +11,7 @@ import pytest
 from optuna_dsat.config.ds_config import ZERO
 from optuna_dsat.config.knob_values import normalise
 from optuna_dsat.config.knobs import BF16, COMPILE, KNOBS, MODEL, NVME, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, PIN_MEMORY
+from optuna_dsat.errors import ConfigError
 from optuna_dsat.script.interpreter import module_places
 from tests.harness.commands import ROOT
 
@@ -84,3 +85,13 @@ def test_every_row_of_the_table_is_complete() -> None:
         assert (f"--allow {knob.permission}" in knob.where) == bool(knob.permission), knob.name
         assert set(knob.live) <= set(knob.stages), knob.name
         assert knob.default is None or knob.default in knob.choices or knob.kind in ("size", "ranks"), knob.name
+
+
+@pytest.mark.parametrize("value", [1, "yes", "True", "on"])
+def test_flags_are_read_as_deepspeed_reads_them(value: Any) -> None:
+    assert normalise("overlap_comm", "flag", value) is True
+
+
+def test_the_message_on_a_stage_names_the_stages() -> None:
+    with pytest.raises(ConfigError, match="zero_stage is 'two'; it must be one of 0, 1, 2 and 3"):
+        normalise("zero_stage", "stage", "two")

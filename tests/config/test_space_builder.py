@@ -341,7 +341,7 @@ def test_bounds_of_the_micro_batch(config: dict[str, Any], options: dict[str, An
         ({}, {"fix": {"overlap_comm": "maybe"}}, "overlap_comm is 'maybe'; it must be true or false"),
         ({}, {"fix": {"overlap_comm": None}}, "overlap_comm is null; it must be true or false"),
         ({}, {"fix": {"reduce_bucket_size": True}}, "reduce_bucket_size is true; it must be a whole number"),
-        ({}, {"fix": {"overlap_comm": 1}}, "must be true or false"),
+        ({}, {"fix": {"overlap_comm": 2}}, "must be true or false"),
         ({}, {"fix": {"reduce_bucket_size": "big"}}, "must be a whole number"),
         ({}, {"fix": {"reduce_bucket_size": 0}}, "must be at least 1"),
         ({}, {"fix": {"reduce_bucket_size": 1.5}}, "must be a whole number"),
