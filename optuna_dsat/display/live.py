@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from rich.console import Console, Group, RenderableType
 from rich.control import Control
@@ -213,19 +213,6 @@ def _speed_of_own(state: LiveState, search: progress.SearchStarted, value: float
     return best.speed.at(value).text
 
 
-class _Drawing(Protocol):
-    """The part of a view that changes in place; see ``rich.live.Live``."""
-
-    def start(self) -> None:
-        """Show it."""
-
-    def refresh(self) -> None:
-        """Show its current state."""
-
-    def stop(self) -> None:
-        """Leave the last state of it, or nothing."""
-
-
 class LiveView:
     """A table of running launches below the lines of finished launches: for terminals."""
 
@@ -244,7 +231,7 @@ class LiveView:
         self._drawing = threading.RLock()
         self._thread = threading.Thread(target=self._draw_on, name="live view", daemon=True)
 
-    def _new_live(self) -> _Drawing:
+    def _new_live(self) -> Live | _CellOutput:
         return Live(
             console=self._console,
             auto_refresh=False,
@@ -336,7 +323,7 @@ class NotebookView(LiveView):
         nowhere = Console(quiet=True, width=_NOTEBOOK_CELLS, height=_NOTEBOOK_ROWS, force_jupyter=False, _environ={})
         super().__init__(nowhere, stopping, clock=clock)
 
-    def _new_live(self) -> _Drawing:
+    def _new_live(self) -> _CellOutput:
         return _CellOutput(self._notebook, self._html)
 
     def _html(self) -> str:
