@@ -116,7 +116,7 @@ def knob_settings(config: Mapping[str, Any], *, zero: Mapping[str, Any]) -> dict
     result = dict(zero)
     for section, key in (knob.path for knob in KNOBS if not knob.is_of_zero):
         settings = config.get(section)
-        if isinstance(settings, Mapping) and settings.get(key) is not None:
+        if isinstance(settings, Mapping) and settings.get(key) not in (None, AUTO):
             result[key] = settings[key]
     return result
 
@@ -167,6 +167,11 @@ def precision_of(config: Mapping[str, Any]) -> str:
     """Return the precision that a config enables: ``fp16``, ``bf16`` or, without either, ``fp32``."""
     keys = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
     return next((kind for key, kind in keys.items() if (config.get(key) or {}).get("enabled") is True), "fp32")
+
+
+def leaves_precision(config: Mapping[str, Any]) -> bool:
+    """Return whether a config leaves its precision to the script's library, by ``"auto"``."""
+    return AUTO in [(config.get(key) or {}).get("enabled") for key in ("fp16", "bf16")]
 
 
 def effective(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -218,10 +218,9 @@ def peak_flops(gpu: GpuSpec | None, config: Mapping[str, Any], *, param_bytes: i
     return None if precision_of(config) == "bf16" and not gpu.bf16 else gpu.tflops * 1e12
 
 
-def precision_advice(config: Mapping[str, Any], *, device_name: str, param_bytes: int) -> str:
+def precision_advice(precision: str, *, device_name: str, param_bytes: int) -> str:
     """Return what bf16 would bring on a GPU that has it; else empty. ``param_bytes``: 4 without half precision."""
     gpu = gpu_of_device(device_name)
-    precision = precision_of(config)
     if gpu is None or not gpu.bf16 or precision == "bf16":
         return ""
     if precision == "fp16":

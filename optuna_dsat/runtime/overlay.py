@@ -81,6 +81,11 @@ def is_compiled(config: Mapping[str, Any]) -> bool:
     return bool((config.get(MODEL) or {}).get(COMPILE))
 
 
+def is_bf16(config: Mapping[str, Any]) -> bool:
+    """Return whether a config enables bf16 itself, and does not leave it open."""
+    return (config.get("bf16") or {}).get("enabled") is True
+
+
 def without_model(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config without the settings that change the model."""
     return {key: value for key, value in config.items() if key != MODEL}

@@ -8,6 +8,8 @@ from typing import Any
 from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, zero_section
 from optuna_dsat.errors import UsageError
 from optuna_dsat.runtime.adapt.config import with_option
+from optuna_dsat.runtime.adapt.trainers import BF16_ENABLED, TRAINER_PRECISION
+from optuna_dsat.runtime.overlay import is_bf16
 
 STAGE = "zero_optimization.stage"
 MAPPABLE = (MICRO_BATCH, GRADIENT_ACCUMULATION, TRAIN_BATCH, STAGE)
@@ -39,7 +41,7 @@ def map_arguments(
     """Return a script's arguments with the mapped options set to the values of ``config``.
 
     A present option (``--flag value`` or ``--flag=value``) is replaced, a missing option appended, except an unset
-    stage.
+    stage. Options of the Hugging Face Trainer switch bf16 on.
     """
     if not mappings:
         return tuple(args)
@@ -53,6 +55,8 @@ def map_arguments(
     }
     result = list(args)
     for key, option in mappings.items():
-        if isinstance(values[key], int):
+        if isinstance(values.get(key), int):
             result = with_option(result, option, str(values[key]))
+    if BF16_ENABLED in mappings and is_bf16(config):  # the last of several options counts
+        result += [word for name, is_on in TRAINER_PRECISION.items() for word in (f"--{name}", str(is_on))]
     return tuple(result)

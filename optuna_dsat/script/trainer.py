@@ -15,8 +15,9 @@ from typing import Any
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.record import Record
 from optuna_dsat.runtime.adapt.parsers import names_training_batch
-from optuna_dsat.runtime.adapt.trainers import SCHEDULE_LENGTH_KEYS, TRAINER_FIELDS
+from optuna_dsat.runtime.adapt.trainers import BF16_ENABLED, SCHEDULE_LENGTH_KEYS, TRAINER_FIELDS, TRAINER_PRECISION
 from optuna_dsat.runtime.events import BatchSourcesFound, TrainerFound
+from optuna_dsat.runtime.overlay import is_bf16
 from optuna_dsat.script.batch_rule import guesses
 
 _FIELDS = {
@@ -24,6 +25,12 @@ _FIELDS = {
     "lightning": {ds_config.GRADIENT_ACCUMULATION: "accumulate_grad_batches"},
 }
 """Framework -> key of the DeepSpeed config -> name of the trainer's argument."""
+
+_IN_BF16: Mapping[str, Mapping[str, Any]] = {
+    "transformers": TRAINER_PRECISION,
+    "lightning": {"precision": '"bf16-mixed"'},
+}
+"""Framework -> arguments of its trainer that agree with a config in bf16."""
 
 _NAMES = {
     "transformers": ("the Hugging Face Trainer", "TrainingArguments"),
@@ -69,8 +76,11 @@ class ScriptTrainer(Record):
         follow = "follow" if len(parts) > 1 else "follows"
         return f"The script trains with {trainer}: {' and '.join(parts)} {follow} each configuration."
 
-    def advice(self, config: Mapping[str, Any], *, settings_written: bool = False) -> str:
-        """Return what to change in the script before it trains with a config; empty if its options set everything."""
+    def advice(self, config: Mapping[str, Any], *, settings_written: bool = False, own: str = "") -> str:
+        """Return what to change in the script before it trains with a config; empty if its options set everything.
+
+        ``own`` is the precision in which the script trains by itself.
+        """
         fields = {
             key: field
             for key, field in _FIELDS[self.framework].items()
@@ -78,9 +88,12 @@ class ScriptTrainer(Record):
         }
         in_file = fields.pop(ds_config.MICRO_BATCH, None) if self.source else None
         if ds_config.GRADIENT_ACCUMULATION in fields and ds_config.TRAIN_BATCH in self.options:
-            return ""
-        settings = " and ".join(f"{field}={config[key]}" for key, field in fields.items())
-        places = [f"{settings} in the script's {_NAMES[self.framework][1]}"] if fields else []
+            fields = {}
+        values = {field: config[key] for key, field in fields.items()}
+        if is_bf16(config) and own in ("fp16", "fp32") and BF16_ENABLED not in self.options:
+            values |= _IN_BF16[self.framework]
+        settings = " and ".join(f"{field}={value}" for field, value in values.items())
+        places = [f"{settings} in the script's {_NAMES[self.framework][1]}"] if values else []
         if in_file is not None and not settings_written:
             size = config[ds_config.MICRO_BATCH]
             places.insert(0, f"{self.source['key']} in {self.source['file']} to {size}")

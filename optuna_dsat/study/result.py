@@ -362,12 +362,16 @@ def _same_batch(study: StoredStudy, *, storage: str) -> SameBatch | None:
 def _advice(study: StoredStudy, profiled: Profiled, config: Mapping[str, Any], *, settings_written: bool) -> str:
     """Return what to change in the script, and what another precision brings; empty without any."""
     device, size = profiled.profile.device_name, profiled.profile.param_bytes
-    precision = _bf16_in_words(study) or precision_advice(config, device_name=device, param_bytes=size)
+    own = profiled.precision_of(study.spec.ds_config)
+    in_bf16 = ds_config.precision_of(config) == "bf16"
+    precision = _bf16_in_words(study, own) or precision_advice(
+        "bf16" if in_bf16 else own, device_name=device, param_bytes=size
+    )
     return " ".join(filter(None, (profiled.advice(config, settings_written=settings_written), precision)))
 
 
-def _bf16_in_words(study: StoredStudy) -> str:
-    """Return how fast trials in bf16 were, where the config has another precision; empty if none was measured."""
+def _bf16_in_words(study: StoredStudy, precision: str) -> str:
+    """Return how fast trials in bf16 were, where the config has another ``precision``; empty if none was measured."""
     fastest: dict[bool, FrozenTrial] = {}
     for trial in study.measured:
         if BF16 in trial.params:
@@ -376,7 +380,6 @@ def _bf16_in_words(study: StoredStudy) -> str:
         return ""
     half, other = fastest[True].values[0], fastest[False].values[0]
     ratio = speed_up(half, other, maximize=study.spec.maximize)
-    precision = ds_config.precision_of(study.spec.ds_config)
     words = "" if ratio is None else f", {times_in_words(ratio)}x as fast as the fastest in {precision}"
     return f"The fastest trial in bf16 measured {metric_in_words(study.metric, half, device=study.spec.device)}{words}."
 

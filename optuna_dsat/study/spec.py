@@ -19,6 +19,7 @@ from optuna_dsat.config.knobs import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, ZERO_STAG
 from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.machine.devices import Devices
 from optuna_dsat.metrics import METRICS, direction_of
+from optuna_dsat.runtime.adapt.trainers import BF16_ENABLED
 from optuna_dsat.runtime.failure import rule_in_words
 from optuna_dsat.script.arg_mapping import MAPPABLE
 from optuna_dsat.study.options.declaration import options_in
@@ -81,7 +82,7 @@ class ScriptSpec(_Frozen):
     @classmethod
     def _check_mappings(cls, mappings: dict[str, str]) -> dict[str, str]:
         for key in mappings:
-            if key not in MAPPABLE:
+            if key not in (*MAPPABLE, BF16_ENABLED):
                 raise ValueError(f"an argument cannot be mapped to {key!r:.60}; {', '.join(MAPPABLE)} can")
         return mappings
 

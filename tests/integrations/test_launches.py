@@ -157,10 +157,11 @@ def test_lightnings_trainer_follows_the_trial(tmp_path: Path, warm_ranks: WarmRa
     launch = start.torchrun(
         EXAMPLES / "lightning" / "train.py",
         *("--config", str(start.user_config), "--samples", "16", "--accumulate", "2"),
-        overlay=overlay(stage=3, micro_batch=4, accumulation=1),
+        overlay={**overlay(stage=3, micro_batch=4, accumulation=1), "bf16": {"enabled": True}, "fp16": None},
         warm=warm_ranks,
     )
     check(launch, stage=3, micro_batch=4, accumulation=1)
+    assert launch.of(EngineReady)[0].precision == "bf16"
     for rank in RANKS:
         [trainer] = launch.of(TrainerFound, rank)
         assert (trainer.framework, trainer.gradient_accumulation_steps) == ("lightning", 2)
@@ -184,10 +185,12 @@ def test_a_trainer_by_the_guide_is_measured_and_keeps_its_own_baseline(tmp_path:
         "first_try/trainer_guide.py",
         str(start.user_config),
         *("--output_dir", str(tmp_path / "out"), "--per_device_train_batch_size", "5", "--report_to", "none"),
-        overlay=overlay(stage=1, micro_batch=1, accumulation=1),
+        *("--fp16", "True", "--use_cpu", "True"),
+        overlay={**overlay(stage=1, micro_batch=1, accumulation=1), "bf16": {"enabled": True}, "fp16": None},
         warm=warm_ranks,
     )
     check(launch, stage=1, micro_batch=1, accumulation=1)
+    assert launch.of(EngineReady)[0].precision == "bf16"
     [trainer] = launch.of(TrainerFound)
     assert (trainer.micro_batch, trainer.gradient_accumulation_steps) == (5, 1)
     assert set(trainer.options) == {"train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}

@@ -42,6 +42,8 @@ def hooked(**overlay: Any) -> Any:
         max_steps: int = -1
         num_train_epochs: float = 3.0
         deepspeed: str = "ds.json"
+        fp16: bool = False
+        bf16: bool = False
 
         def __post_init__(self) -> None:
             pass
@@ -73,6 +75,14 @@ def test_a_copy_has_the_scripts_own_batch_sizes(overlay: dict[str, Any]) -> None
         assert arguments._dsat_script_values == (4, 8, False)
         assert arguments.per_device_train_batch_size == overlay.get("train_micro_batch_size_per_gpu", 4)
         assert arguments.gradient_accumulation_steps == overlay.get("gradient_accumulation_steps", 8)
+
+
+def test_arguments_agree_with_a_launch_in_bf16_and_else_keep_their_precision() -> None:
+    in_bf16 = hooked(bf16={"enabled": True}, fp16=None)(**OWN, fp16=True)
+    assert (in_bf16.bf16, in_bf16.fp16) == (True, False)
+    for overlay in ({}, {"bf16": {"enabled": None}}, {"bf16": {"enabled": "auto"}}):
+        arguments = hooked(**overlay)(**OWN, fp16=True)
+        assert (arguments.bf16, arguments.fp16) == (False, True)
 
 
 def test_other_arguments_have_their_own() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.runtime.events import TrainerFound, decode_event, encode_event
+from optuna_dsat.script.arg_mapping import map_arguments
 from optuna_dsat.script.trainer import ScriptTrainer
 from optuna_dsat.study.profile.script import follow_trainer, user_config
 from optuna_dsat.study.spec import ScriptSpec, StudySpec, make_spec
@@ -114,6 +115,26 @@ def test_what_the_code_sets_is_left_to_the_user_in_plain_words() -> None:
     )
     assert lightning.trainable(config) == {"train_micro_batch_size_per_gpu": 3, "train_batch_size": 12}
     assert trainer_of().trainable(config) == config
+
+
+IN_BF16 = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 4, "bf16": {"enabled": True}}
+
+
+def test_bf16_is_set_where_the_script_takes_its_precision() -> None:
+    words = "Set bf16=True and fp16=False in the script's TrainingArguments: it has to agree with the config."
+    assert trainer_of(options={}).advice(IN_BF16, own="fp16") == words
+    assert trainer_of(options={}).advice(IN_BF16, own="bf16") == ""
+    lightning = trainer_of(framework="lightning", micro_batch=None, options={})
+    assert lightning.advice(IN_BF16, own="fp32").startswith('Set precision="bf16-mixed" in the script\'s Trainer:')
+    options = {**OPTIONS, "bf16.enabled": "--bf16"}
+    assert trainer_of(options=options).advice(IN_BF16, own="fp32") == ""
+    spec = follow_trainer(spec_of(AUTO, args=("--fp16", "--do_train")), trainer_of(options=options))
+    mappings, given = spec.script.arg_mappings, spec.script.args
+    args = map_arguments(given, mappings, IN_BF16, world_size=2)
+    assert args[:2] == ("--fp16", "--do_train")
+    assert args[-4:] == ("--bf16", "True", "--fp16", "False"), "the last of several options counts"
+    left_open = {**IN_BF16, "bf16": {"enabled": "auto"}}
+    assert "--bf16" not in map_arguments(given, mappings, left_open, world_size=2)
 
 
 IN_FILE = {"kind": "setting", "file": "/a/run.yaml", "key": "train.batch", "own": 8, "scale": 1}

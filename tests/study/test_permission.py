@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from optuna_dsat.config.ds_config import MICRO_BATCH
 from optuna_dsat.config.knobs import BF16, COMPILE, DEEPCOMPILE, KNOBS, QUANTIZED_FROZEN, ZENFLOW
 from optuna_dsat.errors import ConfigError
 from optuna_dsat.runtime.overlay import MODEL
+from optuna_dsat.script.trainer import ScriptTrainer
 from optuna_dsat.study.profile import permission
 from optuna_dsat.study.profile.permission import permitted_knobs, refused_in_words, refused_knobs
 from optuna_dsat.study.requests import launch_request
@@ -88,6 +90,22 @@ def test_what_cannot_change_numbers_here_is_named(bench: StudyBench) -> None:
         {"torch_autocast": {"enabled": True}},
     ):
         assert BF16 in refused_knobs(bench.spec(ds_config={**config, **changes}, **allowed), new)
+    left_open = bench.spec(ds_config={**config, "fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}, **allowed)
+    trainer = ScriptTrainer(framework="transformers", micro_batch=1, gradient_accumulation_steps=1, options={})
+    for framework, precision, why in (
+        ("transformers", "fp16", None),
+        ("transformers", "bf16", "the config trains in bf16 already"),
+        ("transformers", "", "the script sets the precision"),
+        ("", "fp16", "the script sets the precision"),
+    ):
+        known = replace(new, trainer=trainer if framework else None, precision=precision)
+        assert refused_knobs(left_open, known).get(BF16) == why
+        overlays = [
+            space_of(left_open, known).overlay({**params, MICRO_BATCH: 1})
+            for params in space_of(left_open, known).lineages()
+        ]
+        found = {str(overlay.get("bf16", {}).get("enabled", "as it is")) for overlay in overlays}
+        assert found == ({"True", "as it is"} if why is None else {"as it is"})
     frozen = replace(new.profile, trainable_params=1)
     in_fp16 = bench.spec(ds_config={**config, "fp16": {"enabled": True}}, **allowed)
     assert QUANTIZED_FROZEN in permitted_knobs(in_fp16, replace(new, profile=frozen))

@@ -2,11 +2,12 @@
 
 ``transformers`` and ``accelerate`` build the model under ``zero.Init`` at ZeRO 3, fill in ``"auto"`` values, and
 compare the config with ``TrainingArguments``. Therefore the overlay is applied to their copy of the config, and the
-batch sizes of ``TrainingArguments`` are set to the launch's; the script's other settings are unchanged.
+batch sizes of ``TrainingArguments`` are set to the launch's, as is their precision if a launch is in bf16; the
+script's other settings are unchanged.
 
 Lightning's DeepSpeed strategy, for its Trainer and for Fabric, builds the model likewise. The Trainer rejects a config
 with ``gradient_accumulation_steps``, since it has an argument for it; that argument is set to the launch's value
-instead. Batches come from the script's loader.
+instead, and its precision to a launch's bf16. Batches come from the script's loader.
 
 Measured launches do not evaluate, save, log, resume, push or report to trackers. This module imports none of these
 libraries.
@@ -24,7 +25,7 @@ from optuna_dsat.runtime.adapt.accelerate import AccelerateConfig
 from optuna_dsat.runtime.adapt.ranks import wrong_number
 from optuna_dsat.runtime.events import Event, TrainerFound
 from optuna_dsat.runtime.imports import patch
-from optuna_dsat.runtime.overlay import GRADIENT_ACCUMULATION, MICRO_BATCH, LaidConfig, effective_config
+from optuna_dsat.runtime.overlay import GRADIENT_ACCUMULATION, MICRO_BATCH, LaidConfig, effective_config, is_bf16
 from optuna_dsat.runtime.rank import LaunchPlan, Rank
 
 
@@ -69,6 +70,12 @@ class TrainerHook:
 
 TRAINER_FIELDS = {MICRO_BATCH: "per_device_train_batch_size", GRADIENT_ACCUMULATION: "gradient_accumulation_steps"}
 """Key of the DeepSpeed config -> field of ``TrainingArguments`` that must have the same value."""
+
+BF16_ENABLED, TRAINER_PRECISION = "bf16.enabled", {"bf16": True, "fp16": False}
+"""Key of the DeepSpeed config that enables bf16, and the fields of ``TrainingArguments`` that agree with it."""
+
+LIGHTNING_BF16 = {"16-true": "bf16-true", "16-mixed": "bf16-mixed", "32-true": "bf16-mixed"}
+"""Precision of Lightning's Trainer, to which it converts inputs -> the precision that agrees with bf16."""
 
 _PLUGIN_FIELDS = {
     "gradient_accumulation_steps": GRADIENT_ACCUMULATION,
@@ -188,7 +195,7 @@ class HuggingFaceHook(TrainerHook):
         @patch(module.TrainingArguments, "__post_init__")
         def post_init(original: Any, arguments: Any, *args: Any, **kwargs: Any) -> None:
             arguments._dsat_script_values = self._script_values(arguments)
-            self._set_batch_sizes(arguments)
+            self._set_arguments(arguments)
             if self._plan.measures:
                 self._disable_evaluation_and_saving(arguments)
             self._accelerate.provide_for(arguments)
@@ -207,7 +214,7 @@ class HuggingFaceHook(TrainerHook):
         def init(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
             arguments = kwargs.get("args", args[1] if len(args) > 1 else None)
             if arguments is not None:  # the script may have changed them since they were built
-                self._set_batch_sizes(arguments)
+                self._set_arguments(arguments)
             original(trainer, *args, **kwargs)
 
         @patch(cls, "train")
@@ -236,7 +243,10 @@ class HuggingFaceHook(TrainerHook):
         micro_batch, accumulation = (int(getattr(arguments, field)) for field in TRAINER_FIELDS.values())
         return micro_batch, accumulation, self._parses_command_line
 
-    def _set_batch_sizes(self, arguments: Any) -> None:
+    def _set_arguments(self, arguments: Any) -> None:
+        """Set the batch sizes, and the precision of a launch in bf16."""
+        for field, is_on in TRAINER_PRECISION.items() if is_bf16(self._plan.overlay) else ():
+            setattr(arguments, field, is_on)
         for key, field in TRAINER_FIELDS.items():
             value = self._plan.overlay.get(key)
             if isinstance(value, int):
@@ -259,7 +269,8 @@ class HuggingFaceHook(TrainerHook):
     def _report_arguments(self, arguments: Any) -> None:
         own = getattr(arguments, "_dsat_script_values", None) or self._script_values(arguments)
         micro_batch, accumulation, by_option = own
-        options = {key: f"--{field}" for key, field in TRAINER_FIELDS.items()} if by_option else {}
+        fields = {**TRAINER_FIELDS, **({} if getattr(arguments, "bf16", True) else {BF16_ENABLED: "bf16"})}
+        options = {key: f"--{field}" for key, field in fields.items()} if by_option else {}
         is_first = self._report(micro_batch=micro_batch, accumulation=accumulation, options=options)
         if is_first and self._rank.rank == 0:
             print(
@@ -309,10 +320,12 @@ class LightningHook(TrainerHook):
         """Return module name -> function to call with the module once it is imported."""
         return {
             "lightning.fabric.strategies.deepspeed": self._strategy_imported,
+            "lightning.pytorch.plugins.precision.deepspeed": self._precision_imported,
             "lightning.pytorch.strategies.deepspeed": self._trainer_strategy_imported,
             "lightning.pytorch.trainer.trainer": self._trainer_imported,
             # The same code in the separate packages lightning_fabric and pytorch_lightning.
             "lightning_fabric.strategies.deepspeed": self._strategy_imported,
+            "pytorch_lightning.plugins.precision.deepspeed": self._precision_imported,
             "pytorch_lightning.strategies.deepspeed": self._trainer_strategy_imported,
             "pytorch_lightning.trainer.trainer": self._trainer_imported,
         }
@@ -325,6 +338,11 @@ class LightningHook(TrainerHook):
             original(strategy, *args, **kwargs)
             if isinstance(strategy.config, Mapping):
                 strategy.config = self._laid(strategy.config, without=without)
+
+    def _precision_imported(self, module: Any) -> None:
+        @patch(module.DeepSpeedPrecision, "__init__")
+        def init(original: Any, plugin: Any, precision: Any) -> None:
+            original(plugin, LIGHTNING_BF16.get(precision, precision) if is_bf16(self._plan.overlay) else precision)
 
     def _trainer_strategy_imported(self, module: Any) -> None:
         self._strategy_imported(module, without=GRADIENT_ACCUMULATION)

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from optuna_dsat.config.ds_config import AUTO, batch_triangle, effective, precision_of
+from optuna_dsat.config.ds_config import batch_triangle, effective, leaves_precision, precision_of
 from optuna_dsat.config.knobs import (
     BF16,
     BF16_MASTER,
@@ -88,11 +88,10 @@ def _reason(name: str, spec: StudySpec, profiled: Profiled | None) -> str:
 
 def _no_bf16(spec: StudySpec, profiled: Profiled | None) -> str:
     """Return why bf16 cannot take the place of the config's precision; empty if it can."""
-    if precision_of(spec.ds_config) == "bf16":
+    if (precision_of(spec.ds_config) if profiled is None else profiled.precision_of(spec.ds_config)) == "bf16":
         return "the config trains in bf16 already"
-    sections = [spec.ds_config.get(key) or {} for key in ("bf16", "fp16")]
-    if any(section.get("enabled") == AUTO for section in sections) or (profiled and profiled.trainer is not None):
-        return "the script's trainer sets the precision"
+    if profiled is not None and leaves_precision(spec.ds_config) and not (profiled.trainer and profiled.precision):
+        return "the script sets the precision"
     if spec.ds_config.get("torch_autocast") or (spec.ds_config.get("data_types") or {}).get("grad_accum_dtype"):
         return "the config sets the types of autocast or gradients"
     gpu = None if profiled is None else gpu_of_device(profiled.profile.device_name)

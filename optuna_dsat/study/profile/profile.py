@@ -284,6 +284,7 @@ def _profiled(
         takes_local_rank=engine.takes_local_rank,
         starts_ranks=engine.starts_ranks,
         joins_ranks=engine.joins_ranks,
+        precision=engine.precision,
         trainer=trainer,
         batch=batch,
         samples_per_rank=None if record.batch_sources is None else samples_per_rank(record.batch_sources),

@@ -53,6 +53,8 @@ class Profiled(Record):
     """Whether the script starts its ranks by ``torch.multiprocessing``, and so trains without a launcher."""
     joins_ranks: bool = False
     """Whether launches give accelerate the backend without which each rank trains alone, as on the CPU."""
+    precision: str = ""
+    """``fp16``, ``bf16`` or ``fp32``, as the script trains by itself; empty if unknown."""
     trainer: ScriptTrainer | None = None
     """The script's trainer; None if it uses none that sets batch sizes."""
     batch: BatchRule | None = None
@@ -127,6 +129,11 @@ class Profiled(Record):
     def _has_accelerate(self) -> bool:
         return any(name.partition(".")[0] == "accelerate" for name in self.preload.modules)
 
+    def precision_of(self, config: Mapping[str, Any]) -> str:
+        """Return the precision of a config: the script's own where it leaves that open."""
+        is_open = self.precision and ds_config.leaves_precision(config)
+        return self.precision if is_open else ds_config.precision_of(config)
+
     def operators(self, spec: StudySpec, space: SearchSpace) -> tuple[str, ...]:
         """Return the builders of operators that launches of a search may need; accelerate allows any optimizer."""
         config = self.followed_by(spec).ds_config
@@ -168,7 +175,10 @@ class Profiled(Record):
 
     def _edits(self, config: Mapping[str, Any], *, settings_written: bool) -> str:
         """Return what to change in the script so that its own command trains with a config; empty for nothing."""
-        trainer = "" if self.trainer is None else self.trainer.advice(config, settings_written=settings_written)
+        own = self.precision
+        trainer = (
+            "" if self.trainer is None else self.trainer.advice(config, settings_written=settings_written, own=own)
+        )
         batch = "" if self.batch is None or settings_written else self.batch.advice(config)
         return " ".join(filter(None, (trainer, batch, _NAME_THE_BACKEND if self.joins_ranks else "")))
 
