@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from optuna_dsat.config.autotuning_section import Autotuning, parse_autotuning, positive_int
+from optuna_dsat.config.conditions import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM
 from optuna_dsat.config.documents import checked, read_document, read_hjson
 from optuna_dsat.config.ds_config import ALL, AUTO, GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, ZERO
 from optuna_dsat.errors import ConfigError
@@ -134,6 +135,11 @@ def shape_errors(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the key and a message for each value of an invalid type."""
     if not isinstance(raw.get(ZERO, {}), dict | bool):
         yield ZERO, f"{ZERO} is {_kind(raw[ZERO])}; it must be an object."
+    zero = raw.get(ZERO)
+    for key in (OFFLOAD_OPTIMIZER, OFFLOAD_PARAM):
+        value = zero.get(key) if isinstance(zero, dict) else None
+        if isinstance(value, str) and value != AUTO:
+            yield f"{ZERO}.{key}", f'{ZERO}.{key} is a string; it must be an object, such as {{"device": "cpu"}}.'
     wrong = [key for key in _SECTIONS if not isinstance(raw.get(key, {}), dict)]
     for key in wrong:
         yield key, f"{key} is {_kind(raw[key])}; it must be an object."

@@ -33,6 +33,7 @@ def read(tmp_path: Path, text: str | bytes) -> user_file.UserConfig:
         (b'{"a": "\xff"}', "line 1: not UTF-8"),
         ("[" * 100_000, "nested too deeply"),
         ('{"zero_optimization": 3}', "zero_optimization is a number"),
+        ('{"zero_optimization": {"offload_param": "cpu"}}', "offload_param is a string; it must be an object, such as"),
         ('{"optimizer": "adam"}', "optimizer is a string"),
         ('{"optimizer": {"type": 5}}', "optimizer.type is a number; it must be a string"),
         ('{"optimizer": {"type": "SGD", "params": [0.1]}}', "optimizer.params is a list; it must be an object"),
