@@ -91,6 +91,8 @@ def doctor(
 
     if ds_config is not None and script is None:
         raise UsageError("--ds-config is for the host memory of a script: give --script, too.")
+    if script_args and script is None:
+        raise UsageError(f"{script_args[0]} has no effect without --script: give --script FILE, with --ds-config FILE.")
     findings = examine(output_dir=output_dir, storage=storage, nvme_path=nvme_path, python=python)
     if on is not None:
         from optuna_dsat.doctor.examination import examine_cluster

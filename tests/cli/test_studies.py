@@ -56,6 +56,15 @@ def test_why_nothing_was_measured_is_told(tmp_path: Path) -> None:
         assert [*result_lines(begun)] == ["Nothing was measured yet."]
 
 
+def test_an_empty_name_is_not_the_latest_study(tmp_path: Path) -> None:
+    """The variable in ``resume "$STUDY"`` may not be set."""
+    with Store.open(url := f"sqlite:///{tmp_path / 'study.db'}") as store:
+        bench = ReportedStudyBench(tmp_path, store)
+        bench.run(bench.spec(name="study", max_trials=2, confirm=0), Hill())
+    with pytest.raises(UsageError, match="There is no study ''"):
+        show(name="", storage=url)
+
+
 def test_a_list_of_nothing_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a database whose last study was deleted, ``studies`` printed headings."""
     url = f"sqlite:///{tmp_path / 'study.db'}"

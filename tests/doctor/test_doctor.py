@@ -286,3 +286,10 @@ def test_a_database_is_reached_or_its_error_is_told_without_the_password(tmp_pat
 @pytest.mark.postgres
 def test_a_postgres_server_is_reached(postgres_url: str) -> None:
     assert "it holds no study yet" in examine_storage(postgres_url).text
+
+
+def test_a_script_that_is_not_named_by_its_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["doctor", "train.py", "ds_config.json"])
+    assert left.value.code == 2
+    assert "train.py has no effect without --script: give --script FILE" in capsys.readouterr().err

@@ -94,7 +94,7 @@ def opened(storage: str, name: str | None) -> Iterator[tuple[Store, str]]:
     from optuna_dsat.study.stored import latest_study
 
     with Store.open(storage, create=False) as store:
-        yield store, name or latest_study(store)
+        yield store, latest_study(store) if name is None else name
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
