@@ -163,6 +163,7 @@ def appends(block: Any, x: Tensor, kept: list[Tensor]) -> Tensor:
         (Chain(Block()), "fewer than two repeated blocks"),
         (Chain(*(Composite(counting, part=nn.BatchNorm1d(4)) for _ in range(2))), "BatchNorm1d, whose statistics"),
         (optuna_dsat.checkpoint_blocks(Model()), "checkpointed already"),
+        (type("PipelineModule", (Chain,), {})(Block(), Block()), "of its config, with use_reentrant false"),
     ],
 )
 def test_models_that_cannot_be_checkpointed_are_refused(model: nn.Module, reason: str) -> None:

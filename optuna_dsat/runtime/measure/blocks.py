@@ -52,7 +52,7 @@ def reason_against(model: Any) -> str:
     library = library_model(model)
     blocks = repeated_blocks(model)
     if "PipelineModule" in names:
-        return "it is a pipeline, which checkpoints by pipeline.activation_checkpoint_interval of its config"
+        return "a pipeline does it by pipeline.activation_checkpoint_interval of its config, with use_reentrant false"
     deepspeed: Any = sys.modules.get("deepspeed.runtime.activation_checkpointing.checkpointing")
     if deepspeed is not None and deepspeed.is_configured():
         return "the script checkpoints by deepspeed.checkpointing, which follows the config's section"
