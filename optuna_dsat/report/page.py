@@ -140,10 +140,27 @@ def figure_section(*, id: str, heading: str, lead: str, figure: go.Figure) -> Se
     missing, note, drawn = figures.missing(figure), figures.note_of(figure), None
     if missing is None:
         figure.update_layout(title=None, meta=None)
-        drawn = safe_figure(json.loads(figure.to_json()))
+        drawn = safe_figure(json.loads(figure.to_json(), parse_float=_rounded))
         drawn["layout"].pop("template", None)
+        drawn["lines"] = _indexed_hover(drawn["data"])
     note = f"{note[0].upper()}{note[1:]}." if note else ""
     return Section(id=id, heading=heading, lead=lead, missing=missing, note=note, figure=drawn)
+
+
+def _rounded(number: str) -> float:
+    """Return a coordinate to a ten-thousandth, which no screen shows: pages grow with the digits of every trial."""
+    return float(f"{float(number):.5g}")
+
+
+def _indexed_hover(traces: Sequence[dict[str, Any]]) -> list[str]:
+    """Replace the lines of all hover texts by indices into the returned list: trials have most lines in common."""
+    lines: dict[str, int] = {}
+    for trace in traces:
+        if "hovertext" in trace:
+            trace["hovertext"] = [
+                [lines.setdefault(line, len(lines)) for line in text.split("<br>")] for text in trace["hovertext"]
+            ]
+    return list(lines)
 
 
 def _facts(view: StudyView, links: Links | None, training: Training) -> dict[str, Any]:
@@ -323,10 +340,10 @@ def _profiles(view: StudyView, links: Links | None) -> Iterator[Mapping[str, Any
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A number of a table, by which its rows are sorted."""
+    """A number of a table."""
 
-    value: float
     text: str
+    """By which rows are sorted, too: without a unit."""
     share: float = 0.0
     """Length of its bar, in percent of the cell; 0 for none."""
 
@@ -341,11 +358,11 @@ def _launches(view: StudyView, links: Links | None) -> Iterator[Mapping[str, Any
         if value is None:
             return None
         number = scale * value
-        return Cell(value=number, text=count_in_words(number), share=100 * number / most if bar else 0.0)
+        return Cell(text=count_in_words(number), share=100 * number / most if bar else 0.0)
 
     def memory(count: int | None, *, bar: bool = False) -> Cell | None:
         share = 100 * (count or 0) / device if bar and device else 0.0
-        return Cell(value=count, text=f"{count / 2**30:.3g}", share=min(100.0, share)) if count else None
+        return Cell(text=f"{count / 2**30:.3g}", share=min(100.0, share)) if count else None
 
     for trial in view.launched:
         attrs = trial.user_attrs
@@ -363,7 +380,7 @@ def _launches(view: StudyView, links: Links | None) -> Iterator[Mapping[str, Any
             "predicted": speed(attrs.get(attributes.PREDICTED_VALUE)),
             "value": speed(trial.values[0], bar=True) if trial.values is not None and is_measured else None,
             "again": speed(measured.value) if measured is not None and measured.rounds else None,
-            "ratio": None if ratio is None else Cell(value=ratio.value, text=times_in_words(ratio.value)),
+            "ratio": None if ratio is None else Cell(text=times_in_words(ratio.value)),
             "predicted_peak": memory(attrs.get(attributes.PREDICTED_PEAK_BYTES)),
             "peak": memory(attrs.get(attributes.PEAK_BYTES), bar=True),
             "message": steps_in_words(**attributes.step_facts(trial))

@@ -33,6 +33,7 @@ def _environment() -> Any:
         finalize=lambda value: plain(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
     )
     environment.filters["prose"] = _prose
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     return environment
 
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import copy
 import json
+import random
 import re
 import sys
 from collections.abc import Mapping
@@ -14,7 +16,8 @@ from optuna.trial import FrozenTrial, TrialState
 from optuna_dsat.cli import main
 from optuna_dsat.errors import ScriptFailedError
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.report.page import render, sections_of
+from optuna_dsat.report import figures
+from optuna_dsat.report.page import figure_section, render, sections_of
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import times_in_words
@@ -67,6 +70,33 @@ def test_a_report_holds_everything_and_loads_nothing(view: StudyView, rendered: 
     assert not missing(view)
     for outcome in {t.user_attrs[attributes.OUTCOME] for t in view.launched}:
         assert outcome.replace("_", " ") in page.text
+
+
+def test_a_page_of_hundreds_of_trials_stays_small(view: StudyView) -> None:
+    """With every digit, and the settings of a trial three times, a page of 200 trials took more than 1.6 MB."""
+
+    def page(count: int) -> int:
+        trials, measured = [*view.trials], [trial for trial in view.measured if trial.number]
+        for number in range(len(trials), count):
+            trial = copy.deepcopy(measured[number % len(measured)])
+            trial.number, luck = number, 1 + random.Random(number).random() / 50
+            trial.user_attrs[attributes.PEAK_BYTES] = int(luck * trial.user_attrs[attributes.PEAK_BYTES])
+            trial.values = [luck * trial.values[0]]
+            trials.append(trial)
+        return len(render(replace(view, trials=tuple(trials))).encode())
+
+    few = page(20)
+    assert few + 480 * (page(80) - few) / 60 < 1_600_000
+
+
+def test_hover_texts_are_stored_by_their_lines_and_lose_nothing(view: StudyView) -> None:
+    drawn = figures.plot_metric(view)
+    texts = [text for trace in drawn.data for text in (trace.hovertext if trace.hovertext is not None else ())]
+    stored = figure_section(id="f", heading="", lead="", figure=drawn).figure
+    assert stored is not None
+    kept = [text for trace in stored["data"] for text in trace.get("hovertext", ())]
+    assert ["<br>".join(stored["lines"][line] for line in text) for text in kept] == texts
+    assert len(set(stored["lines"])) == len(stored["lines"])
 
 
 def test_a_finalist_that_could_not_be_confirmed_is_told_and_does_not_win(view: StudyView) -> None:

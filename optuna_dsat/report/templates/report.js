@@ -149,6 +149,9 @@ const optunaDsat = (() => {
 
   const draw = (div) => {
     const figure = JSON.parse(document.getElementById(div.dataset.figure).textContent);
+    for (const trace of figure.data)
+      if (trace.hovertext)
+        trace.hovertext = trace.hovertext.map((text) => text.map((line) => figure.lines[line]).join("<br>"));
     const look = pageColours();
     const data = painted(figure.data, look.text);
     const layout = painted(figure.layout, look.text);
@@ -245,11 +248,12 @@ const optunaDsat = (() => {
       setTimeout(() => { button.textContent = told; }, 2000);
     });
   };
-  // Sorts by what cells are worth, or by their text; rows without a value come last.
+  const isNumber = (cell) => cell.classList.contains("number") || cell.scope === "row";
+  // Sorts by numbers, or by text; rows without a value come last.
   const sort = (table, column, down) => {
     const worth = (row) => {
-      const { value } = row.cells[column].dataset;
-      return value === undefined ? row.cells[column].textContent.trim() : Number(value);
+      const text = row.cells[column].textContent.trim();
+      return isNumber(row.cells[column]) ? Number(text.replaceAll(",", "")) : text;
     };
     const rows = [...table.tBodies[0].rows].map((row) => [worth(row), row]);
     rows.sort(([a], [b]) => {
@@ -265,8 +269,8 @@ const optunaDsat = (() => {
     for (const button of table.querySelectorAll("thead button")) {
       button.addEventListener("click", () => {
         const cell = button.parentElement;
-        const isNumber = [...table.tBodies[0].rows].some((row) => row.cells[cell.cellIndex].dataset.value);
-        sort(table, cell.cellIndex, cell.ariaSort === "none" ? isNumber : cell.ariaSort === "ascending");
+        const largestFirst = [...table.tBodies[0].rows].some((row) => isNumber(row.cells[cell.cellIndex]));
+        sort(table, cell.cellIndex, cell.ariaSort === "none" ? largestFirst : cell.ariaSort === "ascending");
       });
     }
   };
