@@ -15,11 +15,11 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 setup: $(VENV)/.installed
 
 # torch goes first: packages that depend on it then keep the build that is there. TORCH_PIP_ARGS may choose another
-# build, such as one without CUDA.
+# build, such as one without CUDA. Python compiles a module when it is first imported.
 $(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV) || { echo "On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
-	$(BIN)/pip install --quiet $(TORCH_PIP_ARGS) --constraint constraints.txt torch numpy
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[here]'
+	$(BIN)/pip install --quiet --no-compile $(TORCH_PIP_ARGS) --constraint constraints.txt torch numpy
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[here]'
 	touch $@
 
 # The demo needs none of what the tests and the docs do.
@@ -34,11 +34,12 @@ operators: $(VENV)/.demo
 		a().create_op_builder('ShareMemCommBuilder').load(verbose=False)" >/dev/null 2>&1 || \
 		echo "DeepSpeed's CPU operator could not be built; gloo alone is used."
 
-demo: operators
+# The demo's ranks communicate through gloo: compiling DeepSpeed's operator takes longer than this search.
+demo: $(VENV)/.demo
 	rm -rf demo-output && mkdir -p demo-output
-	$(BIN)/optuna-dsat guided examples/gpt/train.py examples/gpt/ds_config.json \
+	CXX=none $(BIN)/optuna-dsat guided examples/gpt/train.py examples/gpt/ds_config.json \
 		--study gpt-demo --storage sqlite:///demo-output/study.db --output-dir demo-output \
-		--device-memory 900MiB --zero-stages 0 1 2 3 --max-trials 12 --confirm 2 \
+		--device-memory 900MiB --zero-stages 0 1 2 3 --max-trials 8 --confirm 1 \
 		-- --deepspeed_config examples/gpt/ds_config.json
 
 # Whole searches, other launches and those on clusters are a row each, one after the other in one of the three processes; the
