@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import json
@@ -37,6 +38,7 @@ __all__ = [
     "canonical_key",
     "canonical_number",
     "canonical_zero",
+    "data_parallel_ranks",
     "effective",
     "flatten",
     "knob_settings",
@@ -236,6 +238,18 @@ def batch_triangle(config: Mapping[str, Any], *, world_size: int) -> BatchTriang
     if not micro or not accumulation or train != micro * accumulation * world_size:
         raise ConfigError(_contradiction(config, train=train, world_size=world_size))
     return BatchTriangle(train_batch_size=train, micro_batch=micro, gradient_accumulation_steps=accumulation)
+
+
+def data_parallel_ranks(config: Mapping[str, Any], ranks: int) -> int:
+    """Return the largest divisor of ``ranks`` that a config's batch sizes agree with; ``ranks`` if none.
+
+    The ranks of a pipeline's stages and of tensor parallelism share their samples.
+    """
+    for divisor in (number for number in range(ranks, 0, -1) if ranks % number == 0):
+        with contextlib.suppress(ConfigError):
+            batch_triangle(config, world_size=divisor)
+            return divisor
+    return ranks
 
 
 def batch_overlay(micro_batch: int, gradient_accumulation_steps: int = 1) -> dict[str, Any]:

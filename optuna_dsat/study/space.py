@@ -247,7 +247,7 @@ def _check_only(spec: StudySpec, space: SearchSpace, *, is_profiled: bool) -> No
 
 
 def _space(spec: StudySpec, profiled: Profiled | None, *, cap: int) -> SearchSpace:
-    ranks = (profiled and profiled.data_parallel_size) or spec.slots_per_trial
+    ranks = (profiled and profiled.data_parallel_size) or spec.data_parallel_ranks
     config: Mapping[str, Any] = spec.ds_config
     if MICRO_BATCH in spec.kept_knobs:  # a config may give it by its global batch only
         own, _ = user_config(spec, data_parallel_size=ranks)

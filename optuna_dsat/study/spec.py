@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from optuna_dsat.config.ds_config import AUTO, MICRO_BATCH, effective, zero_section
+from optuna_dsat.config.ds_config import AUTO, MICRO_BATCH, data_parallel_ranks, effective, zero_section
 from optuna_dsat.config.knob_values import NAMES
 from optuna_dsat.config.knobs import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, ZERO_STAGE, ZERO_STAGES
 from optuna_dsat.errors import UsageError
@@ -204,6 +204,11 @@ class StudySpec(_Frozen, SearchSettings):
     def nvme_folder(self) -> str | None:
         """Directory for NVMe offload; None for no such offload."""
         return None if self.nvme_path is None else os.fspath(self.nvme_path)
+
+    @property
+    def data_parallel_ranks(self) -> int:
+        """Ranks of a launch that train different samples, as the config's batch sizes have it."""
+        return data_parallel_ranks(effective(self.ds_config), self.slots_per_trial)
 
     @property
     def slots_per_node(self) -> int:

@@ -58,6 +58,20 @@ def test_the_batch_triangle_is_completed(config: dict[str, Any], expected: tuple
 
 
 @pytest.mark.parametrize(
+    ("train", "accumulation", "ranks"),
+    [(64, 2, 4), (32, 2, 2), (16, 2, 1), (8, None, 1), (48, 2, 4)],
+    ids=["all", "two stages", "four stages", "a global batch of one rank", "a contradiction"],
+)
+def test_the_stages_of_a_pipeline_share_a_batch(train: int, accumulation: int | None, ranks: int) -> None:
+    sizes = {
+        "train_batch_size": train,
+        "train_micro_batch_size_per_gpu": 8,
+        "gradient_accumulation_steps": accumulation,
+    }
+    assert ds_config.data_parallel_ranks(sizes, 4) == ranks
+
+
+@pytest.mark.parametrize(
     ("config", "numbers"),
     [
         ({"train_batch_size": 30}, ["is 30", "multiple of 4 ranks = 4", "28 or 32"]),

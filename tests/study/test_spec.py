@@ -9,6 +9,8 @@ import pytest
 from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.protocol import LaunchRequest
 from optuna_dsat.plan.from_script import plan_script
+from optuna_dsat.study.profile.script import user_config
+from optuna_dsat.study.space import space_of
 from optuna_dsat.study.spec import StudySpec, parse_bytes
 from tests.harness.landscapes import Hill
 from tests.harness.simulated import SimulatedLauncher
@@ -124,3 +126,11 @@ def test_the_launch_of_a_plan_has_the_limit_that_was_asked_for(bench: StudyBench
         memory_margin=0.05,
     )
     assert [request.stall_s for request in launcher.asked] == [77.0]
+
+
+def test_the_batch_of_a_pipeline_is_no_contradiction_before_its_stages_are_known() -> None:
+    sizes = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2}
+    pipeline = spec(ds_config=sizes, slots_per_trial=2)
+    config, _ = user_config(pipeline)
+    assert (config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]) == (8, 2)
+    assert space_of(pipeline, None).micro_batches[0] <= 8

@@ -29,10 +29,10 @@ def user_config(spec: StudySpec, *, data_parallel_size: int | None = None) -> tu
     """Return the user's config with explicit batch sizes, and the overlay that makes them explicit.
 
     With ``--train-batch-size`` it has this global batch, for a fair comparison: at the user's micro-batch, or the next
-    smaller one that divides the samples of a rank. ``data_parallel_size`` is None for all ranks.
+    smaller one that divides the samples of a rank. ``data_parallel_size`` is None before it is known.
     """
     config = ds_config.effective(spec.ds_config)
-    ranks = data_parallel_size or spec.slots_per_trial
+    ranks = data_parallel_size or spec.data_parallel_ranks
     triangle = ds_config.batch_triangle(config, world_size=ranks)
     micro_batch, accumulation = triangle.micro_batch, triangle.gradient_accumulation_steps
     if spec.train_batch_size is not None:
@@ -110,7 +110,7 @@ def follow_script(
         }
     )
     followed = follow_trainer(spec.model_copy(update={"ds_config": config, "script": script}), trainer, defaults)
-    ranks = ranks or spec.slots_per_trial
+    ranks = ranks or spec.data_parallel_ranks
     followed = follow_batch(followed, batch, ranks=ranks)
     if spec.batch == "keep" and spec.train_batch_size is None:
         return followed.model_copy(update={"train_batch_size": own_train_batch_size(followed, ranks=ranks)})
