@@ -147,7 +147,7 @@ class Rank(GroupRank):
             **vars(GroupRank.from_environment(env)),
             host=socket.gethostname(),
             launch_path=env[LAUNCH_ENV],
-            can_compile=_can_compile(env),
+            can_compile=can_compile(env),
         )
 
     @property
@@ -174,7 +174,8 @@ def current_plan() -> LaunchPlan | None:
     return LaunchPlan.load(path) if path else None
 
 
-def _can_compile(env: Mapping[str, str]) -> bool:
+def can_compile(env: Mapping[str, str]) -> bool:
+    """Return whether a C++ compiler and ninja are found."""
     path = env.get("PATH")
     compilers = [env["CXX"]] if env.get("CXX") else ["c++", "g++"]
     result = any(shutil.which(name.split()[0], path=path) for name in compilers)

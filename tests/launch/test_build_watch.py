@@ -8,7 +8,7 @@ from deepspeed.accelerator import get_accelerator
 
 from optuna_dsat.launch.launcher import TorchrunLauncher, local_launcher
 from optuna_dsat.launch.machine.devices import cpu_devices
-from optuna_dsat.launch.machine.operators import BuildWatch
+from optuna_dsat.launch.machine.operators import BuildWatch, compile_operators
 from optuna_dsat.launch.places import here
 from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
 from optuna_dsat.runtime.agent.operators import _compile, is_built, operator_name
@@ -91,6 +91,11 @@ def test_operators_are_built_with_the_first_launch_once(tmp_path: Path, monkeypa
         assert order == [("CPUAdamBuilder",), "first", "second"]
     finally:
         launcher.close()
+
+
+def test_without_a_compiler_no_process_is_started_to_find_that_out(tmp_path: Path) -> None:
+    result = compile_operators(["ShareMemCommBuilder"], {"PATH": str(tmp_path)}, python=str(tmp_path / "none"))
+    assert result == {"ShareMemCommBuilder": "no C++ compiler (CXX) or no ninja is found"}
 
 
 def _request(name: str, folder: Path) -> LaunchRequest:

@@ -15,8 +15,9 @@ from typing import IO
 
 from optuna_dsat.launch.machine.processes import kill_leftovers, new_mark
 from optuna_dsat.runtime.adapt.journal import is_held, remove_if_abandoned
-from optuna_dsat.runtime.agent.operators import extensions_dir, operator_name
+from optuna_dsat.runtime.agent.operators import COMMUNICATION, extensions_dir, operator_name
 from optuna_dsat.runtime.agent.processes import MARK_ENV
+from optuna_dsat.runtime.rank import can_compile
 from optuna_dsat.script.interpreter import module_command
 
 
@@ -51,6 +52,10 @@ def compile_operators(
     on_phase: Callable[[str], None] = lambda _: None,
 ) -> dict[str, str]:
     """Compile the missing operators; return builder -> error for each that failed."""
+    if COMMUNICATION in builders and not can_compile(environ):  # ranks do without it
+        others = [name for name in builders if name != COMMUNICATION]
+        failed = compile_operators(others, environ, python=python, on_phase=on_phase) if others else {}
+        return {COMMUNICATION: "no C++ compiler (CXX) or no ninja is found", **failed}
     command = [*module_command(python, "optuna_dsat.runtime.agent.operators"), str(os.getpid()), *builders]
     mark = new_mark()
     with (
