@@ -15,7 +15,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 setup: $(VENV)/.installed
 
 # torch goes first: packages that depend on it then keep the build that is there. TORCH_PIP_ARGS may choose another
-# build, such as one without CUDA. Python compiles a module when it is first imported.
+# build, such as one without CUDA. Modules that a demo never imports are not compiled.
 $(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV) || { echo "On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	$(BIN)/pip install --quiet --no-compile $(TORCH_PIP_ARGS) --constraint constraints.txt torch numpy
@@ -25,6 +25,7 @@ $(VENV)/.demo: pyproject.toml constraints.txt
 # The demo needs none of what the tests and the docs do.
 $(VENV)/.installed: $(VENV)/.demo
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[here,dev,docs]'
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true # not all files of packages are Python of this version
 	touch $@
 
 # DeepSpeed's operator for communication on the CPU takes a compiler half a minute: once, and in no launch that is timed.
