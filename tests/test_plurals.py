@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 THINGS = re.compile(
     r" (layers|heads|launches|samples|steps|ranks|GPUs|rounds|trials|studies|hosts|nodes|files|cores|processes|tokens"
-    r"|workers|devices|slots|places|copies)\b(?!/s)"
+    r"|workers|devices|slots|places|copies)\b(?!/[sJ])"
 )
 MORE_THAN_ONE = {
     "optuna_dsat/script/batch_rule.py: {most} samples",

@@ -421,10 +421,7 @@ KNOBS: tuple[Knob, ...] = (
         path=(BF16, "enabled"),
         stages=ZERO_STAGES,
         where="with --allow lossy, for fp32 or fp16 set by the config, or by a Trainer of Hugging Face or Lightning",
-        used_by=(
-            "engine.DeepSpeedEngine._configure_distributed_model converts the module; fp16 is then left out. Trainers "
-            "compare the config with arguments, which follow it (runtime.adapt.trainers)."
-        ),
+        used_by="engine.DeepSpeedEngine._configure_distributed_model converts the module; Trainers follow.",
         is_exact=False,
         effect=2.0,
     ),
