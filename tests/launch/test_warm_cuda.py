@@ -102,6 +102,9 @@ class IdleGpus:
     def throttle_reasons(self, _gpu: str) -> tuple[str, ...]:
         return ()
 
+    def energy_j(self, _gpu: str) -> float | None:
+        return None
+
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -193,7 +193,8 @@ def same_words(
     page, note = render(view), study_note(view)
     assert all(line.replace("'", "&#39;") in page for line in lines)
     assert all(line in note for line in lines)
-    rows = [line for line in command(bench, capsys, "trials", "s").splitlines() if "\u2502 best \u2502" in line]
+    listed = command(bench, capsys, "trials", "s").splitlines()
+    rows = [line for line in listed if re.search("\u2502 yes +\u2502", line)]
     assert len(rows) == 1, rows
     row = rows[0]
     assert row.split()[0] == str(verdict.result.number)
