@@ -357,7 +357,7 @@ class _CellOutput:
 
 
 def _as_html(*content: RenderableType) -> str:
-    """Return what a console prints as HTML; control characters are written out, not interpreted."""
+    """Return a console's output as HTML, with control characters escaped."""
     console = Console(
         record=True, file=io.StringIO(), width=_NOTEBOOK_CELLS, highlight=False, force_jupyter=False, _environ={}
     )

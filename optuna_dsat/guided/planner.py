@@ -229,7 +229,7 @@ class GuidedPlanner:
 
     def noise(self, trials: Sequence[FrozenTrial]) -> float:
         """Return the most likely relative standard deviation between launches."""
-        return math.sqrt(self._posterior(trials).residuals.noise_variance)
+        return math.sqrt(self._searched(trials)[0].residuals.noise_variance)
 
     def expected_peak(self, trials: Sequence[FrozenTrial], params: Mapping[str, Any], config: Mapping[str, Any]) -> int:
         """Return a rank's expected peak in bytes; without ``params``, outside the space, by the formula alone."""

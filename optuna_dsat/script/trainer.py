@@ -76,10 +76,10 @@ class ScriptTrainer(Record):
         follow = "follow" if len(parts) > 1 else "follows"
         return f"The script trains with {trainer}: {' and '.join(parts)} {follow} each configuration."
 
-    def advice(self, config: Mapping[str, Any], *, settings_written: bool = False, own: str = "") -> str:
+    def advice(self, config: Mapping[str, Any], *, settings_written: bool = False, precision: str = "") -> str:
         """Return what to change in the script before it trains with a config; empty if its options set everything.
 
-        ``own`` is the precision in which the script trains by itself.
+        ``precision`` is the precision of the script's engine without a search; empty if unknown.
         """
         fields = {
             key: field
@@ -90,7 +90,7 @@ class ScriptTrainer(Record):
         if ds_config.GRADIENT_ACCUMULATION in fields and ds_config.TRAIN_BATCH in self.options:
             fields = {}
         values = {field: config[key] for key, field in fields.items()}
-        if is_bf16(config) and own in ("fp16", "fp32") and BF16_ENABLED not in self.options:
+        if is_bf16(config) and precision in ("fp16", "fp32") and BF16_ENABLED not in self.options:
             values |= _IN_BF16[self.framework]
         settings = " and ".join(f"{field}={value}" for field, value in values.items())
         places = [f"{settings} in the script's {_NAMES[self.framework][1]}"] if values else []

@@ -362,12 +362,10 @@ def _same_batch(study: StoredStudy, *, storage: str) -> SameBatch | None:
 def _advice(study: StoredStudy, profiled: Profiled, config: Mapping[str, Any], *, settings_written: bool) -> str:
     """Return what to change in the script, and what another precision brings; empty without any."""
     device, size = profiled.profile.device_name, profiled.profile.param_bytes
-    own = profiled.precision_of(study.spec.ds_config)
-    in_bf16 = ds_config.precision_of(config) == "bf16"
-    precision = _bf16_in_words(study, own) or precision_advice(
-        "bf16" if in_bf16 else own, device_name=device, param_bytes=size
-    )
-    return " ".join(filter(None, (profiled.advice(config, settings_written=settings_written), precision)))
+    configured = profiled.precision_of(study.spec.ds_config)
+    trained = "bf16" if ds_config.precision_of(config) == "bf16" else configured
+    gain = _bf16_in_words(study, configured) or precision_advice(trained, device_name=device, param_bytes=size)
+    return " ".join(filter(None, (profiled.advice(config, settings_written=settings_written), gain)))
 
 
 def _bf16_in_words(study: StoredStudy, precision: str) -> str:

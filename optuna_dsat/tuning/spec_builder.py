@@ -44,8 +44,8 @@ def build_spec(method: str, options: TuneOptions, devices: Devices) -> StudySpec
     user = user_config(options)
     config = ds_config.merge(user.raw, target.overwrites)
     slots = one_count(options.gpus_per_trial, option="--gpus-per-trial") or devices.per_launch
-    own = ds_config.effective(config)
-    ds_config.batch_triangle(own, world_size=ds_config.data_parallel_ranks(own, slots))
+    configured = ds_config.effective(config)
+    ds_config.batch_triangle(configured, world_size=ds_config.data_parallel_ranks(configured, slots))
     mappings = {**(user.autotuning.arg_mappings or {}), **(options.arg_mapping or {})}
     stem = "".join(name if name.isprintable() else "_" for name in target.stem)  # a folder's name, without line breaks
     secrets = References(target.args, options.env or {}, config)

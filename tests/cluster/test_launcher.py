@@ -248,7 +248,7 @@ def test_ranks_of_a_node_that_cannot_continue_a_launch_are_waited_for() -> None:
 
 
 def test_the_load_of_a_launch_is_known_before_its_processes_are_gone_and_its_power_is_that_of_all_nodes() -> None:
-    """A trial is told when its steps are over; what went on beside it came with the end of its processes."""
+    """A trial finishes with its steps; conditions used to arrive with the end of its processes, too late for it."""
     launch = RemoteLaunch("trial-0001", place=MagicMock(), nodes=2, slots=2)
     quiet = Conditions(window_s=2.0, others_cpu_s=0.0, cores=2, power_w=300.0)
     launch.note(0, {"news": "conditions", "conditions": quiet.to_json()})

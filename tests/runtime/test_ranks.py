@@ -32,10 +32,10 @@ def test_the_option_follows_the_rank_unless_it_is_given(option: str) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument(option, type=int, default=0)
     parser.add_argument("--other", type=int, default=0)
-    found: list[str] = []
-    default_local_rank(3, on_found=found.append)
+    options: list[str] = []
+    default_local_rank(3, on_found=options.append)
     assert parser.parse_args([]) == argparse.Namespace(local_rank=3, other=0)
-    assert found == [option]
+    assert options == [option]
     assert parser.parse_args([f"{option}=1"]).local_rank == 1
 
 

@@ -122,12 +122,14 @@ IN_BF16 = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 4
 
 def test_bf16_is_set_where_the_script_takes_its_precision() -> None:
     words = "Set bf16=True and fp16=False in the script's TrainingArguments: it has to agree with the config."
-    assert trainer_of(options={}).advice(IN_BF16, own="fp16") == words
-    assert trainer_of(options={}).advice(IN_BF16, own="bf16") == ""
+    assert trainer_of(options={}).advice(IN_BF16, precision="fp16") == words
+    assert trainer_of(options={}).advice(IN_BF16, precision="bf16") == ""
     lightning = trainer_of(framework="lightning", micro_batch=None, options={})
-    assert lightning.advice(IN_BF16, own="fp32").startswith('Set precision="bf16-mixed" in the script\'s Trainer:')
+    assert lightning.advice(IN_BF16, precision="fp32").startswith(
+        'Set precision="bf16-mixed" in the script\'s Trainer:'
+    )
     options = {**OPTIONS, "bf16.enabled": "--bf16"}
-    assert trainer_of(options=options).advice(IN_BF16, own="fp32") == ""
+    assert trainer_of(options=options).advice(IN_BF16, precision="fp32") == ""
     spec = follow_trainer(spec_of(AUTO, args=("--fp16", "--do_train")), trainer_of(options=options))
     mappings, given = spec.script.arg_mappings, spec.script.args
     args = map_arguments(given, mappings, IN_BF16, world_size=2)

@@ -104,8 +104,8 @@ def test_what_cannot_change_numbers_here_is_named(bench: StudyBench) -> None:
             space_of(left_open, known).overlay({**params, MICRO_BATCH: 1})
             for params in space_of(left_open, known).lineages()
         ]
-        found = {str(overlay.get("bf16", {}).get("enabled", "as it is")) for overlay in overlays}
-        assert found == ({"True", "as it is"} if why is None else {"as it is"})
+        values = {str(overlay.get("bf16", {}).get("enabled", "as it is")) for overlay in overlays}
+        assert values == ({"True", "as it is"} if why is None else {"as it is"})
     frozen = replace(new.profile, trainable_params=1)
     in_fp16 = bench.spec(ds_config={**config, "fp16": {"enabled": True}}, **allowed)
     assert QUANTIZED_FROZEN in permitted_knobs(in_fp16, replace(new, profile=frozen))

@@ -52,10 +52,12 @@ def compile_operators(
     on_phase: Callable[[str], None] = lambda _: None,
 ) -> dict[str, str]:
     """Compile the missing operators; return builder -> error for each that failed."""
+    failed: dict[str, str] = {}
     if COMMUNICATION in builders and not can_compile(environ):  # ranks do without it
-        others = [name for name in builders if name != COMMUNICATION]
-        failed = compile_operators(others, environ, python=python, on_phase=on_phase) if others else {}
-        return {COMMUNICATION: "no C++ compiler (CXX) or no ninja is found", **failed}
+        failed[COMMUNICATION] = "no C++ compiler (CXX) or no ninja is found"
+        builders = [name for name in builders if name != COMMUNICATION]
+    if not builders:
+        return failed
     command = [*module_command(python, "optuna_dsat.runtime.agent.operators"), str(os.getpid()), *builders]
     mark = new_mark()
     with (
@@ -73,7 +75,7 @@ def compile_operators(
         try:
             answer = _answers(process, environ, until=time.monotonic() + _LIMIT_S, on_phase=on_phase)
         except subprocess.TimeoutExpired:
-            return dict.fromkeys(builders, f"it took more than {_LIMIT_S:g} s")
+            return {**failed, **dict.fromkeys(builders, f"it took more than {_LIMIT_S:g} s")}
         finally:
             if process.poll() is None:  # with its compilers, which would continue to write
                 process.kill()
@@ -82,7 +84,7 @@ def compile_operators(
                 remove_stale_locks(environ)
             on_phase("")
         missing = dict.fromkeys((name for name in builders if name not in answer), _last_line(errors))
-    return {name: why for name, why in {**answer, **missing}.items() if why}
+    return {name: why for name, why in {**failed, **answer, **missing}.items() if why}
 
 
 def _answers(

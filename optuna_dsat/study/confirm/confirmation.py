@@ -94,8 +94,7 @@ class Confirmation:
         (``study/confirm/finalists.py``). After an interruption the rounds so far are returned.
         """
         by_number = {trial.number: trial for trial in candidates}
-        searched = self._context.method.noise(trials) if self._spec.confirm else None
-        rounds = self._begun(trials, candidates, searched=searched)
+        rounds = self._begun(trials, candidates)
         launches = self._context.store.launches(self._context.study_uuid)
         allowed_s = SEARCH_SHARE * sum(row.report.held_s for row in launches if row.purpose != "confirm")
         try:
@@ -103,7 +102,7 @@ class Confirmation:
                 rounds, turn = self._next(rounds, trials, candidates, allowed_s=allowed_s)
                 if turn is None:
                     break
-                noise = self._noise(rounds, trials, searched=searched)
+                noise = self._noise(rounds, trials)
                 rounds = self._with_estimate(rounds, trials)
                 launch, record, report = self._launch(
                     by_number[turn[1]], round_number=turn[0], noise=noise or 0.0, rounds=rounds
@@ -117,14 +116,12 @@ class Confirmation:
             self.interrupted = True
         return rounds
 
-    def _begun(
-        self, trials: Sequence[FrozenTrial], candidates: Sequence[FrozenTrial], *, searched: float | None
-    ) -> Rounds:
+    def _begun(self, trials: Sequence[FrozenTrial], candidates: Sequence[FrozenTrial]) -> Rounds:
         """Return the stored rounds; choose finalists again if more trials were measured."""
         rounds = Rounds.of(self._study.user_attrs)
         if (rounds.chosen and rounds.measured == len(candidates)) or not self._spec.confirm:
             return rounds
-        noise = self._noise(rounds, trials, searched=searched)
+        noise = self._noise(rounds, trials)
         out = refuted(rounds, trials, spec=self._spec)
         joint = self._estimate(trials, [candidate.number for candidate in candidates])
         numbers = choose_finalists(trials, candidates, spec=self._spec, noise=noise, estimate=joint, out=out)
@@ -157,11 +154,13 @@ class Confirmation:
     def _estimate(self, trials: Sequence[FrozenTrial], numbers: Sequence[int]) -> JointEstimate | None:
         return self._context.method.estimate(trials, numbers, maximize=self._spec.maximize)
 
-    def _noise(self, rounds: Rounds, trials: Sequence[FrozenTrial], *, searched: float | None) -> float | None:
+    def _noise(self, rounds: Rounds, trials: Sequence[FrozenTrial]) -> float | None:
         """Return the relative standard deviation between launches, by the search before there are enough rounds."""
         verdict = verdict_of(trials, rounds, self._spec)
         noise = None if verdict is None else verdict.noise
-        return searched if noise is None or noise.degrees < _FEWEST_DEGREES else noise.relative_sd
+        if noise is None or noise.degrees < _FEWEST_DEGREES:
+            return self._context.method.noise(trials)
+        return noise.relative_sd
 
     def _launch(
         self, trial: FrozenTrial, *, round_number: int, noise: float, rounds: Rounds

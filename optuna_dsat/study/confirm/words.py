@@ -166,10 +166,10 @@ def _noise(verdict: Verdict) -> str:
 
 def _energy(verdict: Verdict) -> str:
     """Return the samples per joule of the result and of the user's config; empty if unknown."""
-    metrics, own = verdict.result.metrics, None if verdict.is_baseline else verdict.baseline
+    metrics, baseline = verdict.result.metrics, None if verdict.is_baseline else verdict.baseline
     if PER_JOULE not in metrics:
         return ""
-    yours = None if own is None else own.metrics.get(PER_JOULE)
+    yours = None if baseline is None else baseline.metrics.get(PER_JOULE)
     compared = "" if yours is None else f", your config {metric_in_words(PER_JOULE, yours)}"
     return f"Energy: {metric_in_words(PER_JOULE, metrics[PER_JOULE])} at {metrics[POWER]:,.0f} W{compared}."
 

@@ -54,7 +54,7 @@ class Profiled(Record):
     joins_ranks: bool = False
     """Whether launches give accelerate the backend without which each rank trains alone, as on the CPU."""
     precision: str = ""
-    """``fp16``, ``bf16`` or ``fp32``, as the script trains by itself; empty if unknown."""
+    """Precision of the script's engine without a search: ``fp16``, ``bf16`` or ``fp32``; empty if unknown."""
     trainer: ScriptTrainer | None = None
     """The script's trainer; None if it uses none that sets batch sizes."""
     batch: BatchRule | None = None
@@ -130,7 +130,7 @@ class Profiled(Record):
         return any(name.partition(".")[0] == "accelerate" for name in self.preload.modules)
 
     def precision_of(self, config: Mapping[str, Any]) -> str:
-        """Return the precision of a config: the script's own where it leaves that open."""
+        """Return the precision of a config; that of the script's engine if the config has ``"auto"``."""
         is_open = self.precision and ds_config.leaves_precision(config)
         return self.precision if is_open else ds_config.precision_of(config)
 
@@ -175,10 +175,9 @@ class Profiled(Record):
 
     def _edits(self, config: Mapping[str, Any], *, settings_written: bool) -> str:
         """Return what to change in the script so that its own command trains with a config; empty for nothing."""
-        own = self.precision
-        trainer = (
-            "" if self.trainer is None else self.trainer.advice(config, settings_written=settings_written, own=own)
-        )
+        trainer = ""
+        if self.trainer is not None:
+            trainer = self.trainer.advice(config, settings_written=settings_written, precision=self.precision)
         batch = "" if self.batch is None or settings_written else self.batch.advice(config)
         return " ".join(filter(None, (trainer, batch, _NAME_THE_BACKEND if self.joins_ranks else "")))
 
