@@ -193,7 +193,7 @@ def test_every_option_of_a_search_is_declared_in_one_class() -> None:
     assert twice <= {"script", "ds_config", "method"}, "an option names what the spec's field of that name holds"
 
 
-MOST_PRODUCT_LINES = 63_240
+MOST_PRODUCT_LINES = 63_260
 MOST_PRODUCT_FILES = 323
 MOST_TEST_LINES = 50_700
 MOST_BENCHMARK_LINES = 8_390

@@ -380,7 +380,6 @@ KNOBS: tuple[Knob, ...] = (
         choices=(0, 1, 2),
         default=0,
         stages=ZERO_STAGES,
-        condition=lambda _params, site: not site.pipeline,
         where="models of repeated blocks whose memory is short; elsewhere where you name it",
         used_by=(
             "No key of DeepSpeed, whose section activation_checkpointing acts in scripts that call "

@@ -162,7 +162,7 @@ class ProfileMeasured(Event, kind="profile_measured"):
     param_bytes: int
     """Bytes per element of the engine's parameters: 2 for fp16 and bf16, 4 for fp32."""
     activation_bytes_per_sample: int
-    """Activations saved for backward, per sample; 0 if not measurable (pipeline engines on CUDA)."""
+    """Activations saved for backward, per sample; of pipeline engines on CUDA, those of repeated blocks only."""
     flops_per_sample: int
     """Floating-point operations of forward and backward, per sample; 0 if torch could not count them."""
     device_memory_bytes: int

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from optuna_dsat.runtime.adapt.side_effects import without_monitors
+from optuna_dsat.runtime.measure.blocks import is_pipeline_module
 from optuna_dsat.runtime.overlay import (
     GRADIENT_ACCUMULATION,
     MICRO_BATCH,
@@ -179,7 +180,7 @@ class TrialConfig:
             PartitionedModelError: If a model built within ``deepspeed.zero.Init`` is configured with a stage below 3.
         """
         stage = _stage_of(config)
-        if stage > 1 and any(cls.__name__ == "PipelineModule" for cls in type(model).__mro__):
+        if stage > 1 and is_pipeline_module(model):
             raise ValueError(
                 f"The script trains a PipelineModule, which DeepSpeed runs with ZeRO 0 or 1 only; the config says "
                 f"ZeRO {stage}. Set zero_optimization.stage to 0 or 1 in {Path(self._plan.user_config_path).name}."

@@ -6,6 +6,7 @@ keeps, for each ``every``; 0 is none.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
 from optuna_dsat.runtime.adapt.checkpointing import checkpoint_blocks
@@ -51,9 +53,17 @@ def gpt2() -> Any:
     return GPT2LMHeadModel(GPT2Config(n_layer=BLOCKS, n_embd=HIDDEN, n_head=2, vocab_size=64, n_positions=16))
 
 
-def trained(config: dict[str, Any], every: int, *, library: bool) -> list[Any]:
+def pipeline() -> Any:
+    layers = [nn.Embedding(64, HIDDEN), *(LayerSpec(Block) for _ in range(BLOCKS)), nn.Linear(HIDDEN, 64)]
+    return PipelineModule(layers=layers, num_stages=2, loss_fn=lambda logits, _labels: logits.square().mean())
+
+
+MODELS = {"plain": Model, "library": gpt2, "pipeline": pipeline}
+
+
+def trained(config: dict[str, Any], every: int, *, kind: str) -> list[Any]:
     torch.manual_seed(7)
-    model: Any = gpt2() if library else Model()
+    model: Any = MODELS[kind]()
     if every:
         checkpoint_blocks(model, every)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
@@ -68,7 +78,11 @@ def trained(config: dict[str, Any], every: int, *, library: bool) -> list[Any]:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            if library:
+            if kind == "pipeline":
+                ids = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(step))
+                losses.append(engine.train_batch(itertools.repeat((ids, ids))).item())
+                continue
+            if kind == "library":
                 ids = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(step * 2 + rank))
                 loss = engine(input_ids=ids, labels=ids).loss
             else:
@@ -82,8 +96,9 @@ def trained(config: dict[str, Any], every: int, *, library: bool) -> list[Any]:
 
 
 if __name__ == "__main__":
+    deepspeed.init_distributed()
     results = [
-        {every: trained(asked["config"], every, library=asked["library"]) for every in (0, 1, 2)}
+        {every: trained(asked["config"], every, kind=asked["kind"]) for every in (0, 1, 2)}
         for asked in json.loads(sys.argv[1])
     ]
     torch.distributed.barrier()

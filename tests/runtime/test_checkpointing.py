@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 import optuna_dsat
@@ -35,21 +36,23 @@ def config(stage: int, **zero: Any) -> dict[str, Any]:
     }
 
 
-MODELS: tuple[tuple[int, dict[str, Any], bool], ...] = (
-    (0, {}, False),
-    (1, {}, False),
-    (2, {}, False),
-    (2, {"offload_optimizer": {"device": "cpu"}}, False),
-    (3, {"stage3_param_persistence_threshold": 0}, False),
-    (3, {"stage3_param_persistence_threshold": 0}, True),
+MODELS: tuple[tuple[int, dict[str, Any], str], ...] = (
+    (0, {}, "plain"),
+    (1, {}, "plain"),
+    (2, {}, "plain"),
+    (2, {"offload_optimizer": {"device": "cpu"}}, "plain"),
+    (3, {"stage3_param_persistence_threshold": 0}, "plain"),
+    (3, {"stage3_param_persistence_threshold": 0}, "library"),
+    (0, {}, "pipeline"),
+    (1, {}, "pipeline"),
 )
-"""Stage, its settings, and whether the model is a library's."""
+"""Stage, its settings, and the kind of model."""
 
 
 @pytest.mark.torchrun
 def test_a_checkpointed_model_trains_alike_at_every_stage() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(SCRIPT)]
-    asked = [{"config": config(stage, **zero), "library": library} for stage, zero, library in MODELS]
+    asked = [{"config": config(stage, **zero), "kind": kind} for stage, zero, kind in MODELS]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[2])}
     done = subprocess.run([*command, json.dumps(asked)], env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -163,7 +166,6 @@ def appends(block: Any, x: Tensor, kept: list[Tensor]) -> Tensor:
         (Chain(Block()), "fewer than two repeated blocks"),
         (Chain(*(Composite(counting, part=nn.BatchNorm1d(4)) for _ in range(2))), "BatchNorm1d, whose statistics"),
         (optuna_dsat.checkpoint_blocks(Model()), "checkpointed already"),
-        (type("PipelineModule", (Chain,), {})(Block(), Block()), "of its config, with use_reentrant false"),
     ],
 )
 def test_models_that_cannot_be_checkpointed_are_refused(model: nn.Module, reason: str) -> None:
@@ -265,3 +267,24 @@ def test_a_model_that_cannot_be_examined_trains_as_it_did() -> None:
 
     watch = observed(Chain(Touchy(plain), Touchy(plain)))
     assert watch.reason == "its blocks cannot be examined (RuntimeError)"
+
+
+class PipelineModule(nn.Module):
+    """A stage as DeepSpeed's: layers are its children, and it knows those of all stages."""
+
+    def __init__(self, *layers: nn.Module, specs: list[Any]) -> None:
+        super().__init__()
+        for number, layer in enumerate(layers):
+            self.add_module(str(number), layer)
+        self._layer_specs = specs
+
+
+def test_a_pipeline_s_stage_may_hold_one_of_the_blocks_that_the_pipeline_repeats() -> None:
+    block, head = Block(), nn.TransformerEncoderLayer(64, 2)
+    stage = PipelineModule(block, head, specs=[LayerSpec(Block), block, head])
+    assert repeated_blocks(stage) == [block]
+    assert BlockWatch(stage).reason == ""
+    optuna_dsat.checkpoint_blocks(PipelineModule(nn.Linear(4, 4), specs=[nn.Linear(4, 4), LayerSpec(Block)]))
+    stage.activation_checkpoint_interval = 1  # type: ignore[assignment]
+    with pytest.raises(CheckpointingError, match="by its activation_checkpoint_interval"):
+        optuna_dsat.checkpoint_blocks(stage)

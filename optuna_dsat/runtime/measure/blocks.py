@@ -17,27 +17,36 @@ from optuna_dsat.runtime.overlay import LEAF_MODULE, ZERO
 
 _SWITCHES = ("gradient_checkpointing", "activation_checkpointing", "grad_checkpointing", "use_checkpoint")
 """Attributes by which models switch their own checkpointing on."""
+_LISTS = ("ModuleList", "Sequential")
+_TOO_FEW = "it has fewer than two repeated blocks"
 
 
 def repeated_blocks(model: Any) -> list[Any]:
-    """Return the blocks that a model repeats, in order: modules of a type in ``ModuleList`` or ``Sequential``.
+    """Return the blocks that a model repeats, in order: modules of a type in a list of modules, or in a pipeline.
 
-    The type is the one with most parameters, among modules that have children and are in no other such block.
+    The type is the one with most parameters, among modules that have children and are in no other such block. A stage
+    of a pipeline may hold none or one of the blocks that the whole pipeline repeats.
     """
     groups: dict[type, dict[int, Any]] = {}
     inside: set[int] = set()
     for module in model.modules():  # parents come before their children
-        if id(module) in inside or type(module).__name__ not in ("ModuleList", "Sequential"):
+        if id(module) in inside or not (type(module).__name__ in _LISTS or is_pipeline_module(module)):
             continue
         kinds: dict[type, dict[int, Any]] = {}
         for child in module.children():
-            if any(True for _ in child.children()) and type(child).__name__ not in ("ModuleList", "Sequential"):
+            if any(True for _ in child.children()) and type(child).__name__ not in _LISTS:
                 kinds.setdefault(type(child), {})[id(child)] = child
+        layers = [getattr(layer, "typename", type(layer)) for layer in getattr(module, "_layer_specs", ())]
         for kind, children in kinds.items():
-            if len(children) > 1:
+            if max(len(children), layers.count(kind)) > 1:
                 groups.setdefault(kind, {}).update(children)
                 inside.update(id(part) for child in children.values() for part in child.modules())
     return max(([*group.values()] for group in groups.values()), key=_parameters_of, default=[])
+
+
+def is_pipeline_module(module: Any) -> bool:
+    """Return whether a module is a stage of a pipeline of DeepSpeed, whose layers are its children."""
+    return any(cls.__name__ == "PipelineModule" for cls in type(module).__mro__)
 
 
 def _parameters_of(blocks: list[Any]) -> int:
@@ -51,21 +60,21 @@ def reason_against(model: Any) -> str:
     names = {cls.__name__ for module in modules for cls in type(module).__mro__}
     library = library_model(model)
     blocks = repeated_blocks(model)
-    if "PipelineModule" in names:
-        return "a pipeline does it by pipeline.activation_checkpoint_interval of its config, with use_reentrant false"
     deepspeed: Any = sys.modules.get("deepspeed.runtime.activation_checkpointing.checkpointing")
     if deepspeed is not None and deepspeed.is_configured():
         return "the script checkpoints by deepspeed.checkpointing, which follows the config's section"
     if _is_on(library) or "CheckpointWrapper" in names or any(_is_checkpointed(block) for block in blocks):
         return "it is checkpointed already"
+    if getattr(model, "activation_checkpoint_interval", 0):
+        return "it is checkpointed already, by its activation_checkpoint_interval"
     for module in modules:
         if library is None and any(getattr(module, name, None) is True for name in _SWITCHES):
             return f"{type(module).__name__} checkpoints its activations already"
     if library is not None:
         supported = getattr(library, "supports_gradient_checkpointing", True)
         return "" if supported else f"{type(library).__name__} does not support it"
-    if len(blocks) < 2:
-        return "it has fewer than two repeated blocks"
+    if len(blocks) < 2 and not is_pipeline_module(model):
+        return _TOO_FEW
     if compiled_by_script(model):
         return "it is compiled before deepspeed.initialize"
     for part in (part for block in blocks for part in block.modules()):
@@ -177,8 +186,8 @@ class BlockWatch:
             self.reason = reason_against(model)
             self.blocks = [] if self.reason else repeated_blocks(model)
             self._checks = library_model(model) is None  # a library's method knows its own caches and buffers
-        if not self.reason and len(self.blocks) < 2:
-            self.reason = "it has fewer than two repeated blocks"
+        if not self.reason and len(self.blocks) < (1 if is_pipeline_module(model) else 2):
+            self.reason = _TOO_FEW
         self.saved_bytes = self.input_bytes = self.flops = 0
 
     @contextmanager

@@ -26,6 +26,15 @@ def is_pipeline(engine: Any) -> bool:
     return any(cls.__name__ == "PipelineEngine" for cls in type(engine).__mro__)
 
 
+def micro_batches_in_flight(engine: Any) -> int:
+    """Return the number of micro-batches whose activations a rank holds at once: several on early pipeline stages.
+
+    A stage starts as many before its first backward pass as there are stages from it on, unless a step has fewer
+    (``deepspeed.runtime.pipe.schedule.TrainSchedule``).
+    """
+    return int(engine.num_stages - engine.stage_id) if is_pipeline(engine) else 1
+
+
 def global_steps(engine: Any) -> int | None:
     """Return the engine's optimizer step count, including steps of a loaded checkpoint; None without a count."""
     count = getattr(engine, "global_steps", None)

@@ -21,6 +21,7 @@ from typing import Any
 
 from optuna_dsat.runtime.events import Event, ProfileMeasured
 from optuna_dsat.runtime.measure.blocks import BlockWatch, RoutingWatch, compiled_by_script, has_leaf_modules
+from optuna_dsat.runtime.measure.engine import is_pipeline, micro_batches_in_flight
 from optuna_dsat.runtime.measure.memory import CpuMemory, CudaMemory, host_memory_bytes
 from optuna_dsat.runtime.rank import LaunchPlan, Rank
 
@@ -62,7 +63,7 @@ class Profiler:
         self._step = plan.end_profile_step
         self._flops = 0
         self._flops_known = True
-        self._forward_flops = 0
+        self._forward_flops = 0.0
         self._activations = 0
         self._blocks, self._routing = BlockWatch(engine.module), RoutingWatch(engine.module)
 
@@ -81,7 +82,7 @@ class Profiler:
                     stack.enter_context(_saved_tensors(self._engine.module, saved))
                 else:
                     before = self._held_on_device()
-            if phase == "forward":
+            if phase == "forward" or (phase == "batch" and is_pipeline(self._engine)):
                 held = (lambda: sum(saved.values())) if self._on_cpu else self._held_on_device
                 stack.enter_context(self._routing.forward())
                 stack.enter_context(self._blocks.forward(saved_bytes=held, flops=counter.get_total_flops))
@@ -91,7 +92,8 @@ class Profiler:
             if phase == "forward" and not self._on_cpu:
                 self._activations += max(0, self._held_on_device() - before)
         self._activations += sum(saved.values())
-        self._forward_flops += counter.get_total_flops() if phase == "forward" else 0
+        # A pipeline's batch has forward and backward passes, of which the backward passes take two thirds.
+        self._forward_flops += {"forward": 1, "batch": 1 / 3}.get(phase, 0) * counter.get_total_flops()
         self._flops += counter.get_total_flops()
         self._flops_known &= not counter.failed
 
@@ -105,7 +107,7 @@ class Profiler:
         module, optimizer = self._engine.module, getattr(self._engine, "basic_optimizer", None)
         zero = sys.modules.get("deepspeed.runtime.zero.utils")
         params, trainable = count_parameters(module)
-        divisor, watch = max(1, samples), self._blocks
+        divisor, watch = max(1, samples) / micro_batches_in_flight(self._engine), self._blocks
         host = host_memory_bytes()
         leaves = self._routing.routing_modules() if has_leaf_modules() else []
         self._write(
@@ -118,8 +120,8 @@ class Profiler:
                     (sum(map(_numel, layer.parameters(recurse=False))) for layer in module.modules()), default=0
                 ),
                 param_bytes=next((int(parameter.element_size()) for parameter in module.parameters()), 4),
-                activation_bytes_per_sample=self._activations // divisor,
-                flops_per_sample=self._flops // divisor if self._flops_known else 0,
+                activation_bytes_per_sample=round(max(self._activations, watch.saved_bytes) / divisor),
+                flops_per_sample=self._flops // max(1, samples) if self._flops_known else 0,
                 device_memory_bytes=self._device_memory(host),
                 host_memory_bytes=host,
                 peak_bytes=self._memory.peaks().allocated,
@@ -127,8 +129,8 @@ class Profiler:
                 optimizer="" if optimizer is None else type(optimizer).__name__,
                 optimizer_tested=optimizer is None or zero is None or bool(zero.is_zero_supported_optimizer(optimizer)),
                 blocks=0 if watch.reason else len(watch.blocks),
-                block_bytes_per_sample=watch.saved_bytes // divisor,
-                block_input_bytes_per_sample=watch.input_bytes // divisor,
+                block_bytes_per_sample=round(watch.saved_bytes / divisor),
+                block_input_bytes_per_sample=round(watch.input_bytes / divisor),
                 block_share=min(1.0, watch.flops / self._forward_flops) if self._forward_flops else 1.0,
                 no_checkpointing=watch.reason,
                 no_compiling="the script compiles its model itself" if compiled_by_script(module) else "",
