@@ -111,13 +111,15 @@ def test_stages_of_a_pipeline_send_their_shapes_anew(launcher: TorchrunLauncher,
     """Its loader has workers: some steps still have the earlier size."""
     (tmp_path / "user_config.json").write_text(json.dumps(DS_CONFIG))
     reported: list[LaunchReport] = []
-    for size in (1, 8, 2):
-        asked = trial(tmp_path, f"size-{size}", size=size)
+    for size, steps in ((1, 1), (8, 2), (2, 4)):
+        asked = trial(tmp_path, f"size-{size}", size=size, config={"gradient_accumulation_steps": steps})
         command = replace(asked.command, script=str(PIPELINE), args=("--deepspeed_config", asked.command.config_path))
         launcher.start(replace(asked, command=command))
         updates = updates_until_finished(launcher)
         reported += reports(updates).values()
-        assert sizes(events(updates, StepMeasured)) == {size}
+        measured = events(updates, StepMeasured)
+        assert sizes(measured) == {size}
+        assert {step.samples for step in measured} == {size * steps}
     assert [report.outcome for report in reported] == [Outcome.MEASURED] * 3
     assert [report.root for report in reported] == ["", *[reported[0].launch_id] * 2]
 

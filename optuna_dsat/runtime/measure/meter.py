@@ -90,6 +90,8 @@ class _Step:
     """All inputs."""
     micro_batch: int | None = None
     """Largest leading dimension of an input; None if not observed."""
+    pipelined: int = 0
+    """Micro-batches of a pipeline engine, whose phases are not observed."""
     direct: InputSize | None = None
     """Largest batch passed directly to the module since the last backward pass; None without such a batch."""
     by_script: bool = False
@@ -329,6 +331,7 @@ class Meter:
 
     def _on_pipeline_input(self, module: Any, args: Any, kwargs: Any) -> None:
         if module.training:
+            self._step.pipelined += 1
             self._count_samples((args, kwargs))
 
     def _is_training(self) -> bool:
@@ -427,7 +430,8 @@ class Meter:
         latency_s, self._boundary_s = now - self._boundary_s, now
         state = self._state
         skipped = self._skips.skipped(by_script=step.by_script)
-        if self.transition.includes(step.micro_batch, sum(name in ("forward", "batch") for name, *_ in step.spans)):
+        passes = step.pipelined or sum(name in ("forward", "batch") for name, *_ in step.spans)
+        if self.transition.includes(step.micro_batch, passes):
             forget_shapes(self._engine)
             return  # it is part of no trial
         skipped_before = state.skipped
