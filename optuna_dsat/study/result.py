@@ -26,6 +26,7 @@ from optuna_dsat.study.command import BEST_CONFIG, SAME_BATCH_CONFIG, best_setti
 from optuna_dsat.study.config_changes import (
     Change,
     config_changes,
+    core_binding_in_words,
     model_change_in_words,
     trainable_config,
 )
@@ -365,7 +366,8 @@ def _advice(study: StoredStudy, profiled: Profiled, config: Mapping[str, Any], *
     configured = profiled.precision_of(study.spec.ds_config)
     trained = "bf16" if ds_config.precision_of(config) == "bf16" else configured
     gain = _bf16_in_words(study, configured) or precision_advice(trained, device_name=device, param_bytes=size)
-    return " ".join(filter(None, (profiled.advice(config, settings_written=settings_written), gain)))
+    binding = core_binding_in_words(config, ranks=study.spec.slots_per_trial)
+    return " ".join(filter(None, (profiled.advice(config, settings_written=settings_written), gain, binding)))
 
 
 def _bf16_in_words(study: StoredStudy, precision: str) -> str:

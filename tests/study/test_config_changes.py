@@ -8,7 +8,13 @@ import pytest
 
 from optuna_dsat.config.ds_config import flatten
 from optuna_dsat.script.trainer import ScriptTrainer
-from optuna_dsat.study.config_changes import Change, changes_in_words, config_changes, ready_config
+from optuna_dsat.study.config_changes import (
+    Change,
+    changes_in_words,
+    config_changes,
+    core_binding_in_words,
+    ready_config,
+)
 from optuna_dsat.study.requests import full_request
 from optuna_dsat.study.result import learning_rate_advice
 from optuna_dsat.study.spec import make_spec
@@ -25,6 +31,12 @@ BEST: dict[str, Any] = {
     "optimizer": {"type": "Adam", "params": {"lr": 0.001}},
     "zero_optimization": {"stage": 1, "overlap_comm": True, "offload_param": None, "sub_group_size": 7},
 }
+
+
+def test_an_optimizer_on_the_host_may_gain_from_bound_cores() -> None:
+    offloaded = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    assert "--bind_cores_to_rank" in core_binding_in_words(offloaded, ranks=2)
+    assert core_binding_in_words(offloaded, ranks=1) == core_binding_in_words(BEST, ranks=2) == ""
 
 
 def test_each_key_is_kept_changed_added_or_dropped() -> None:
