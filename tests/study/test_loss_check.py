@@ -59,3 +59,24 @@ def test_half_precision_allows_more_than_single() -> None:
     losses = {"user": USER, "user_again": USER, "best": scaled(1.005)}
     assert compare(losses, precision="fp32").agrees is False
     assert compare(losses, precision="bf16").agrees is True
+
+
+@pytest.mark.parametrize(
+    ("best", "agrees"),
+    [
+        ([5.0, 4.8, 4.3, 3.8, 3.3], True),  # from the second step on, less than a step late
+        ([5.0, 4.8, 4.6, 4.4, 4.2], False),  # ever later, as if updates were lost
+        ([5.0, 4.8, math.inf, 3.8, 3.3], False),
+    ],
+)
+def test_weights_that_are_rounded_to_bf16_may_be_a_step_late(best: list[float], agrees: bool) -> None:
+    user = [5.0, 4.5, 4.0, 3.5, 3.0]
+    losses = {"user": user, "user_again": user, "best": best}
+    assert compare(losses, precision="bf16").agrees is False
+    check = compare(losses, precision="bf16", rounds_weights=True)
+    assert (check.agrees, "up to a step late" in check.message) == (agrees, agrees)
+
+
+def test_losses_that_are_not_finite_allow_no_delay() -> None:
+    losses = {"user": [5.0, math.inf], "user_again": [5.0, math.inf], "best": [9.0, math.inf]}
+    assert compare(losses, precision="bf16", rounds_weights=True).agrees is False

@@ -109,7 +109,7 @@ def check_loss(
         losses[which] = [step.loss for step in boundaries if step.loss is not None]
     if every > 1:
         losses |= {which: losses[which][every - 1 :: every] for which in ("user", "user_again")}
-    return compare(losses, precision=precision)
+    return compare(losses, precision=precision, rounds_weights=precision == "bf16" != _precision(user))
 
 
 def _changes(user: Mapping[str, Any], best: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,14 +145,23 @@ def nothing_to_compare(spec: StudySpec) -> LossCheck:
     )
 
 
-def compare(losses: Mapping[str, Sequence[float]], *, precision: str) -> LossCheck:
-    """Compare the losses of ``best`` and ``user``, step by step, given the difference between the user's two runs."""
+def compare(losses: Mapping[str, Sequence[float]], *, precision: str, rounds_weights: bool = False) -> LossCheck:
+    """Compare the losses of ``best`` and ``user``, step by step, given the difference between the user's two runs.
+
+    ``rounds_weights``: only the best config rounds its weights to bf16. They start on that grid, and updates below half
+    of its spacing show in the loss only once they have added up in the optimizer's copy. The loss is then late: by up
+    to a step, its mean change over a step is no difference.
+    """
     counts = {name: len(values) for name, values in losses.items()}
     if len(set(counts.values())) != 1 or not counts["user"]:
         return _undecided(precision, losses, "the script's losses could not be seen at every step")
     tolerance = TOLERANCES[precision]
     own = _difference(losses["user"], losses["user_again"])
-    difference = _difference(losses["user"], losses["best"])
+    user = losses["user"]
+    late = 0.0
+    if rounds_weights and len(user) > 1 and all(map(math.isfinite, user)):
+        late = abs(user[0] - user[-1]) / (len(user) - 1)
+    difference = _difference(user, losses["best"], late=late)
     known: dict[str, Any] = {
         "precision": precision,
         "tolerance": tolerance,
@@ -161,7 +170,7 @@ def compare(losses: Mapping[str, Sequence[float]], *, precision: str) -> LossChe
     }
     if difference <= tolerance:
         alike = f"agree within {difference:.1e} ({precision} allows {tolerance:g})" if difference else "are the same"
-        message = f"The first {counts['user']} losses {alike}."
+        message = f"The first {counts['user']} losses {alike}{', up to a step late' if late else ''}."
         return LossCheck(agrees=True, message=message, losses=losses, **known)
     if own > tolerance:
         message = (
@@ -176,15 +185,18 @@ def compare(losses: Mapping[str, Sequence[float]], *, precision: str) -> LossChe
     return LossCheck(agrees=False, message=message, losses=losses, **known)
 
 
-def _difference(first: Sequence[float], second: Sequence[float]) -> float:
-    """Return the largest relative difference of two sequences of losses; infinite if only one of a pair is finite."""
-    return max(_relative_difference(a, b) for a, b in zip(first, second, strict=True))
+def _difference(first: Sequence[float], second: Sequence[float], *, late: float = 0.0) -> float:
+    """Return the largest relative difference of two sequences of losses beyond a difference of ``late``.
+
+    Infinite if only one of a pair is finite.
+    """
+    return max(_relative_difference(a, b, late=late) for a, b in zip(first, second, strict=True))
 
 
-def _relative_difference(a: float, b: float) -> float:
+def _relative_difference(a: float, b: float, *, late: float) -> float:
     if not (math.isfinite(a) and math.isfinite(b)):
         return 0.0 if repr(a) == repr(b) else math.inf
-    return abs(a - b) / max(abs(a), abs(b), 1e-12)
+    return max(0.0, abs(a - b) - late) / max(abs(a), abs(b), 1e-12)
 
 
 def _precision(config: Mapping[str, Any]) -> str:
