@@ -17,6 +17,7 @@ from optuna_dsat.config import ds_config
 from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.overlay import is_bf16
 from optuna_dsat.study.requests import launch_request
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.words import outcome_in_words
@@ -109,7 +110,7 @@ def check_loss(
         losses[which] = [step.loss for step in boundaries if step.loss is not None]
     if every > 1:
         losses |= {which: losses[which][every - 1 :: every] for which in ("user", "user_again")}
-    return compare(losses, precision=precision, rounds_weights=precision == "bf16" != _precision(user))
+    return compare(losses, precision=precision, rounds_weights=is_bf16(best) and not is_bf16(user))
 
 
 def _changes(user: Mapping[str, Any], best: Mapping[str, Any]) -> dict[str, Any]:
