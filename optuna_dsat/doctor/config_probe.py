@@ -12,6 +12,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -222,7 +223,12 @@ def _steps(loaded: Any) -> list[Callable[[], Any]]:
 
 
 def _no_operators() -> None:
-    """Replace the operators of optimizers by a stub, so that nothing is compiled."""
+    """Replace the operators of optimizers by a stub, so that nothing is compiled, and their look at the CPU.
+
+    That takes a second for each optimizer built, for a warning about half precision.
+    """
+    with suppress(ImportError):
+        importlib.import_module("cpuinfo").get_cpu_info = dict  # type: ignore[attr-defined]
     for name in ("adam", "adagrad", "lamb", "lion"):
         importlib.import_module(f"deepspeed.ops.{name}")
     for name, module in list(sys.modules.items()):
