@@ -75,7 +75,7 @@ State = tuple[int, int, int, int]
 
 
 class FolderWatch:
-    """Compares the user's folders before and after the profile launch.
+    """Compares the user's folders before and after the first launch.
 
     On a cluster these are the head's: what nodes change in folders that they do not share with it is not seen.
     """
@@ -83,11 +83,21 @@ class FolderWatch:
     def __init__(self, output_dir: Path, *, own_files: Collection[str] = ()) -> None:
         self._output_dir = output_dir
         self._own_files = own_files
+        self._begun = False
         self._before: Mapping[str, State] | None = None
 
-    def begin(self, request: LaunchRequest) -> None:
-        """Note the folders' state before a launch."""
-        self._before = self._users_files(request)
+    def begin(self, request: LaunchRequest, *, here: Path | None = None) -> None:
+        """Note the folders' state before a profile launch, or before the first launch with a stored profile.
+
+        Args:
+            request: The launch.
+            here: Run directory of a launch on this machine, which is not watched if it gets overlays.
+        """
+        if request.isolation == "off" or (self._begun and request.purpose != "profile"):
+            return
+        self._begun = True
+        if here is None or request.isolation == "python" or why_no_overlay(here):
+            self._before = self._users_files(request)
 
     def check(self, launch: Launch) -> None:
         """End the search where a launch without overlays has changed the user's files all the same.
@@ -103,7 +113,7 @@ class FolderWatch:
         if changes := [path for path in changed_paths(before, after) if after.get(path, ())[3:] not in logs]:
             more = f" and {len(changes) - 1} more" if len(changes) > 1 else ""
             raise ScriptFailedError(
-                f"The profile launch changed {changes[0]}{more}: a subprocess or a library writes there, which cannot "
+                f"The first launch changed {changes[0]}{more}: a subprocess or a library writes there, which cannot "
                 f"be redirected without overlays. Allow it with --writable {shlex.quote(changes[0])}, or run where "
                 "overlays can be mounted (optuna-dsat doctor).",
                 log_path=str(launch.directory.stdout(0)),

@@ -122,6 +122,7 @@ def test_libraries_that_open_files_by_name_are_redirected(tmp_path: Path) -> Non
     folder = users(tmp_path / "users")
     (folder / "passed").mkdir()
     (folder / "array.npy").write_bytes(b"none")
+    os.setxattr(folder / "d" / "e" / "a", b"user.epoch", b"7")
     before = tree(folder)
     code = """
 import os, sqlite3
@@ -134,6 +135,7 @@ numpy.save("array.npy", numpy.ones(4)); mapped = numpy.load("array.npy", mmap_mo
 assert numpy.load("array.npy")[0] == 5
 base = sqlite3.connect("rows.sqlite"); base.execute("create table t (a)"); base.commit()
 assert os.path.exists("rows.sqlite")
+os.chmod("d/e/a", 0o600); assert os.getxattr("d/e/a", "user.epoch") == b"7"
 open("passed/real", "w").write("real")
 """
     run(code, str(tmp_path / "upper"), str(folder))

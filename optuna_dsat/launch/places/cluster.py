@@ -125,8 +125,7 @@ class Cluster:
             repeats=waiting.repeats,
         )
         self._launches[request.launch_id] = launch, remote
-        if request.purpose == "profile" and request.isolation != "off":
-            self._changes.begin(request)
+        self._changes.begin(request)
         place.launch_id = request.launch_id
         if self._layout.nodes == 1:
             self._order_launch(request.launch_id, port=0)

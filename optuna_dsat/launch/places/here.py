@@ -11,7 +11,7 @@ from typing import Any
 from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.agent.command import device_environment, prepare_launch, write_run_directory
 from optuna_dsat.launch.agent.run import MachineLaunch
-from optuna_dsat.launch.isolation import FolderWatch, why_no_overlay
+from optuna_dsat.launch.isolation import FolderWatch
 from optuna_dsat.launch.launch import Launch, WaitingLaunch
 from optuna_dsat.launch.machine.journal import LeftoverWatch, TunerNotes, remove_noted
 from optuna_dsat.launch.machine.nvml import DeviceError
@@ -110,10 +110,7 @@ class Here:
 
     def _start(self, waiting: WaitingLaunch, directory: RunDirectory, lease: SlotLease, mark: str) -> Launch:
         request = waiting.request
-        if request.purpose == "profile" and request.isolation != "off":
-            mounts = request.isolation == "auto" and not why_no_overlay(directory.root)
-            if not mounts:
-                self._changes.begin(request)
+        self._changes.begin(request, here=directory.root)
         prepared = prepare_launch(request, directory, lease, pool=self._pool, base_env=self._base_env, mark=mark)
         processes = MachineLaunch.start(
             request,

@@ -410,7 +410,7 @@ def _missing(at: Location) -> OSError:
 
 
 def _copy(source: str, state: os.stat_result, target: str, *, content: bool) -> None:
-    """Copy a file with mode, owner and times; the source keeps its access time if the system allows it."""
+    """Copy a file with mode, owner, times and extended attributes; the source keeps its access time if the system allows it."""
     writer = native.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         if content:
@@ -425,6 +425,9 @@ def _copy(source: str, state: os.stat_result, target: str, *, content: bool) -> 
         with contextlib.suppress(OSError):
             native.fchown(writer, state.st_uid, state.st_gid)
         native.fchmod(writer, stat.S_IMODE(state.st_mode))
+        with contextlib.suppress(OSError):  # not on this file system, or not by this user
+            for name in native.listxattr(source):
+                native.setxattr(writer, name, native.getxattr(source, name))
         native.utime(writer, ns=(state.st_atime_ns, state.st_mtime_ns))
     finally:
         native.close(writer)
