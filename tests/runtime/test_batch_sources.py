@@ -18,6 +18,7 @@ from optuna_dsat.integrations.deepspeed_trial.loaders import DataLoader as Shard
 from optuna_dsat.integrations.deepspeed_trial.loaders import Shard
 from optuna_dsat.runtime.adapt.batch_sources import BatchSources
 from optuna_dsat.runtime.adapt.config import default_config_option
+from optuna_dsat.runtime.measure.inputs import sample_counter
 
 
 class Fed:
@@ -334,3 +335,13 @@ def test_batches_of_a_sampler_without_sizes_are_of_the_whole_dataset() -> None:
     next(iter(DataLoader(torch.arange(12), batch_sampler=[[0, 1], [2, 3]])))  # type: ignore[arg-type]
     (described,) = made.event(rank=0).loaders
     assert (described["samples"], described["loads_all"]) == (12, True)
+
+
+@pytest.mark.parametrize(("samples", "expected"), [(16, 4), (3, 1)])
+def test_samples_packed_into_a_row_are_counted_by_the_loaders_batch_size(samples: int, expected: int) -> None:
+    made = sources()
+    data = [torch.zeros(7, dtype=torch.long) for _ in range(samples)]
+    batch = next(iter(DataLoader(data, 4, collate_fn=lambda rows: torch.cat(rows)[None])))  # type: ignore[arg-type]
+    size = sample_counter(lambda: made.numbers({1}))(batch)
+    assert size is not None
+    assert size.samples == expected

@@ -68,6 +68,8 @@ class BatchSources:
         self._loaders: list[_Loader] = []
         self._loaded: int | None = None
         """Batch size of the loader that yielded last; None if unknown."""
+        self._packed = False
+        """Whether its batch is a single row with all samples, as flash attention takes them."""
         self._settings: dict[tuple[str, str], int] = {}
         self._arguments: list[str] | None = None
         self._texts: dict[str, str] = {}
@@ -115,7 +117,7 @@ class BatchSources:
         """Return the numbers known so far to be batch sizes."""
         settings = [(key, value) for (_, key), value in self._settings.items()]
         named = {value for name, value in [*self._parsers.options.items(), *settings] if names_training_batch(name)}
-        return BatchNumbers(configured=configured, named=named, loaded=self._loaded)
+        return BatchNumbers(configured=configured, named=named, loaded=self._loaded, packed=self._packed)
 
     def rescale(self, ratio: Fraction) -> int:
         """Multiply the batch size of the data loaders that feed the engine, also within an iteration.
@@ -195,8 +197,11 @@ class BatchSources:
             noted = loader.__dict__.get("_optuna_dsat")
 
             def yielded(batch: Any) -> None:
-                size = None if noted is None or leading_dimension(batch) is None else noted.batch_size
+                rows = leading_dimension(batch)
+                size = None if noted is None or rows is None else noted.batch_size
                 self._loaded = None if size is None else int(size * self._scale_of(noted))
+                fills = size is not None and (noted is None or noted.samples is None or noted.samples >= size)
+                self._packed = rows == 1 and fills
 
             def begin() -> Any:
                 batches = original(loader)
