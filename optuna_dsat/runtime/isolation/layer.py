@@ -410,7 +410,7 @@ def _missing(at: Location) -> OSError:
 
 
 def _copy(source: str, state: os.stat_result, target: str, *, content: bool) -> None:
-    """Copy a file with mode, owner, times and extended attributes; the source keeps its access time if the system allows it."""
+    """Copy a file with mode, owner, times and extended attributes; its source keeps the access time if possible."""
     writer = native.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         if content:
