@@ -345,3 +345,11 @@ def test_samples_packed_into_a_row_are_counted_by_the_loaders_batch_size(samples
     size = sample_counter(lambda: made.numbers({1}))(batch)
     assert size is not None
     assert size.samples == expected
+
+
+def test_the_last_batch_of_a_sample_and_a_loader_of_single_samples_pack_nothing() -> None:
+    made = sources()
+    data = [torch.zeros(7, dtype=torch.long) for _ in range(5)]
+    for size in (4, 1):
+        for _ in DataLoader(data, size):  # type: ignore[arg-type]
+            assert made.numbers({1}).packed is None

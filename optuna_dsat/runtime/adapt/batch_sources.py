@@ -68,8 +68,8 @@ class BatchSources:
         self._loaders: list[_Loader] = []
         self._loaded: int | None = None
         """Batch size of the loader that yielded last; None if unknown."""
-        self._packed = False
-        """Whether its batch is a single row with all samples, as flash attention takes them."""
+        self._packed: int | None = None
+        """Samples that it packs into a single row, as flash attention takes them; None for other batches."""
         self._settings: dict[tuple[str, str], int] = {}
         self._arguments: list[str] | None = None
         self._texts: dict[str, str] = {}
@@ -200,8 +200,7 @@ class BatchSources:
                 rows = leading_dimension(batch)
                 size = None if noted is None or rows is None else noted.batch_size
                 self._loaded = None if size is None else int(size * self._scale_of(noted))
-                fills = size is not None and (noted is None or noted.samples is None or noted.samples >= size)
-                self._packed = rows == 1 and fills
+                self._packed = None if noted is None else noted.packed(rows, scale=self._scale_of(noted))
 
             def begin() -> Any:
                 batches = original(loader)
@@ -234,6 +233,10 @@ class _Loader:
         self.place = place
         self.batch_size: int | None = None
         """Samples of a batch in the script; None if the dataset yields batches."""
+        self._loaded: int | None = None
+        """Samples of a batch that it was made with, the launch's micro-batch or ``batch_size``."""
+        self._packs: bool | None = None
+        """Whether a batch is a single row with all its samples; None if unknown."""
         self.samples: int | None = None
         """Samples per rank and epoch; None if the dataset has no length, or yields batches."""
         self.loads_all = False
@@ -251,9 +254,10 @@ class _Loader:
         given = kwargs.get("batch_size", args[1] if len(args) > 1 else 1)
         if sampler is not None:
             given = getattr(sampler, "batch_size", None)
-        self.batch_size = given if is_size(given) else None
+        self.batch_size = self._loaded = given if is_size(given) else None
         if own is None or micro_batch is None or self.batch_size != own:
             return args, kwargs
+        self._loaded = micro_batch
         if sampler is not None:
             sampler.batch_size = micro_batch
         elif "batch_size" in kwargs or len(args) <= 1:
@@ -261,6 +265,19 @@ class _Loader:
         else:
             args = (args[0], micro_batch, *args[2:])
         return args, kwargs
+
+    def packed(self, rows: int | None, *, scale: Fraction) -> int | None:
+        """Return the samples that a batch packs into a single row; None if it does not, or is a short last batch.
+
+        ``scale`` is the batch size relative to the launch's: once that was changed, batches of both are on the way.
+        """
+        if self._loaded is None or rows is None:
+            return None
+        if rows > 1:
+            self._packs = False
+        elif self._packs is None and scale == 1 < self._loaded:
+            self._packs = self.samples is None or self.samples >= self._loaded
+        return int(self._loaded * scale) if self._packs else None
 
     def measure(self, loader: Any) -> None:
         """Record the batches that workers prefetch, and the samples per rank and epoch unless the dataset batches."""

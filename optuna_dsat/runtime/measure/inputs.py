@@ -88,8 +88,8 @@ class BatchNumbers:
     """Values of options and settings with the name of a batch size."""
     loaded: int | None
     """Batch size of the data loader that yielded the current batch; None if unknown."""
-    packed: bool = False
-    """Whether that batch is a single row, into which the loader packs all its samples."""
+    packed: int | None = None
+    """Samples that the loader packs into a single row; None for other batches."""
 
 
 def sample_counter(
@@ -108,8 +108,8 @@ def sample_counter(
         known, tensor = numbers(), _shaped(batch)[0]
         count, sizes = size.samples, known.configured | known.named | {known.loaded}
         is_sequence = len(tensor.shape) == 3 and "float" in str(getattr(tensor, "dtype", ""))
-        if known.packed and known.loaded is not None and count == 1:
-            count = known.loaded
+        if known.packed is not None and count == 1:
+            count = known.packed
         elif (is_sequence or _holds_tokens(tensor)) and count not in sizes and int(tensor.shape[1]) in sizes - {1}:
             count = int(tensor.shape[1])
         return replace(size, samples=-(-count * rows[1] // rows[0]))
