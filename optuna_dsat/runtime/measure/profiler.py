@@ -73,6 +73,8 @@ class Profiler:
         if step != self._step or phase == "step":
             yield
             return
+        # A pipeline's batch has forward and backward passes, of which the backward passes take two thirds.
+        forward_share = 1 if phase == "forward" else 1 / 3 if phase == "batch" and is_pipeline(self._engine) else 0
         with ExitStack() as stack:
             counter = stack.enter_context(_flop_counter())
             saved: dict[int, int] = {}
@@ -82,7 +84,7 @@ class Profiler:
                     stack.enter_context(_saved_tensors(self._engine.module, saved))
                 else:
                     before = self._held_on_device()
-            if phase == "forward" or (phase == "batch" and is_pipeline(self._engine)):
+            if forward_share:
                 held = (lambda: sum(saved.values())) if self._on_cpu else self._held_on_device
                 stack.enter_context(self._routing.forward())
                 stack.enter_context(self._blocks.forward(saved_bytes=held, flops=counter.get_total_flops))
@@ -92,8 +94,7 @@ class Profiler:
             if phase == "forward" and not self._on_cpu:
                 self._activations += max(0, self._held_on_device() - before)
         self._activations += sum(saved.values())
-        # A pipeline's batch has forward and backward passes, of which the backward passes take two thirds.
-        self._forward_flops += {"forward": 1, "batch": 1 / 3}.get(phase, 0) * counter.get_total_flops()
+        self._forward_flops += forward_share * counter.get_total_flops()
         self._flops += counter.get_total_flops()
         self._flops_known &= not counter.failed
 
