@@ -39,6 +39,6 @@ def test_the_guides_order_is_a_part_of_the_order_by_memory() -> None:
 
 
 @pytest.mark.parametrize(("stage", "expected"), [("auto", 0), (2.0, 2)])
-def test_a_stage_that_is_open_or_a_float_is_a_number(stage: object, expected: int) -> None:
+def test_a_stage_of_auto_or_a_float_is_a_number(stage: object, expected: int) -> None:
     structure = Structure.of({"zero_optimization": {"stage": stage}})
     assert (structure.stage, type(structure.stage)) == (expected, int)

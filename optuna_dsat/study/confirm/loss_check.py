@@ -149,9 +149,9 @@ def nothing_to_compare(spec: StudySpec) -> LossCheck:
 def compare(losses: Mapping[str, Sequence[float]], *, precision: str, rounds_weights: bool = False) -> LossCheck:
     """Compare the losses of ``best`` and ``user``, step by step, given the difference between the user's two runs.
 
-    ``rounds_weights``: only the best config rounds its weights to bf16. They start on that grid, and updates below half
-    of its spacing show in the loss only once they have added up in the optimizer's copy. The loss is then late: by up
-    to a step, its mean change over a step is no difference.
+    ``rounds_weights``: only the best config rounds its weights to bf16. Updates below half the spacing of bf16 numbers
+    act only once they have added up in the optimizer's fp32 copy, so that the loss lags behind. A lag of up to a step,
+    the mean change of the user's loss per step, is allowed.
     """
     counts = {name: len(values) for name, values in losses.items()}
     if len(set(counts.values())) != 1 or not counts["user"]:
