@@ -26,7 +26,7 @@ class Structure:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Structure:
-        """Return the structure of a DeepSpeed config; ZeRO 0 if it has none, or ``"auto"``, which a library fills in."""
+        """Return the structure of a DeepSpeed config; ZeRO 0 if it has none, or ``"auto"`` (a library fills it in)."""
         zero = config.get(ZERO) or {}
         devices = {key: (zero.get(key) or {}).get("device", _NONE) for key in (OFFLOAD_OPTIMIZER, OFFLOAD_PARAM)}
         stage = zero.get("stage", 0)
