@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from optuna_dsat.config.conditions import WITH_PARAMS_ON_NVME
-from optuna_dsat.config.ds_config import AUTO, ZERO
+from optuna_dsat.config.ds_config import ZERO
 from optuna_dsat.config.knobs import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM
 
 _NONE, _CPU, _NVME = "none", "cpu", "nvme"
@@ -26,11 +26,11 @@ class Structure:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Structure:
-        """Return the structure of a DeepSpeed config; ZeRO 0 if it has none, or ``"auto"`` (a library fills it in)."""
+        """Return the structure of a DeepSpeed config; ZeRO 0 without offload if it has no ZeRO section."""
         zero = config.get(ZERO) or {}
         devices = {key: (zero.get(key) or {}).get("device", _NONE) for key in (OFFLOAD_OPTIMIZER, OFFLOAD_PARAM)}
         stage = zero.get("stage", 0)
-        return cls(stage=0 if stage == AUTO else int(stage), **devices)
+        return cls(stage=int(stage) if isinstance(stage, float) else stage, **devices)
 
     @property
     def offloads(self) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 from optuna.distributions import CategoricalDistribution
 from optuna.trial import FrozenTrial
 
+from optuna_dsat.config.ds_config import AUTO
 from optuna_dsat.config.structures import Structure
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.trials import attributes
@@ -96,6 +97,8 @@ def structure_failures(trials: Iterable[FrozenTrial], *, micro_batch: str = MICR
 def _components(knobs: Mapping[str, Any]) -> frozenset[_Component]:
     """Return the components of a configuration's structure; a missing offload knob means no offload."""
     own = structure(knobs)
+    if own.get(ZERO_STAGE) == AUTO:  # a library fills it in
+        own[ZERO_STAGE] = 0
     least = (("least stage", stage) for stage in range(1, int(own.get(ZERO_STAGE, 0)) + 1))
     return frozenset({**dict.fromkeys(_OFFLOADS, _NONE), **own}.items()).union(least)
 

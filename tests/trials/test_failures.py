@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from optuna.distributions import CategoricalDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
@@ -84,7 +85,8 @@ def test_a_larger_size_than_ran_may_be_the_cause() -> None:
     assert stages(launch(0), launch(1, ERROR, size=8), launch(2, ERROR)) == [1, 2, 3]
 
 
-def test_the_users_own_config_outside_the_space_counts() -> None:
-    config = {MICRO_BATCH: 4, "zero_optimization": {"stage": 0}}
+@pytest.mark.parametrize("stage", [0, "auto"])
+def test_the_users_own_config_outside_the_space_counts(stage: int | str) -> None:
+    config = {MICRO_BATCH: 4, "zero_optimization": {"stage": stage}}
     own = create_trial(value=1.0, user_attrs={attributes.OUTCOME: "measured", attributes.CONFIG: config})
     assert stages(own, launch(1, ERROR), launch(2, ERROR)) == [1, 2, 3]
