@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from optuna_dsat.config import ds_config
+from optuna_dsat.config.structures import Structure
 from optuna_dsat.runtime.overlay import without_model
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import setting_in_words
@@ -85,8 +86,7 @@ def model_change_in_words(every: int, *, compiled: bool) -> str:
 
 def core_binding_in_words(config: Mapping[str, Any], *, ranks: int) -> str:
     """Return an option of the launcher that may speed up an optimizer on the host; empty for other configs."""
-    offload = ds_config.zero_section(config).get("offload_optimizer") or {}
-    if ranks == 1 or offload.get("device") != "cpu":
+    if ranks == 1 or Structure.of(config).offload_optimizer != "cpu":
         return ""
     return (
         "The optimizer runs on the host: `deepspeed --bind_cores_to_rank`, which needs numactl, may make it faster "

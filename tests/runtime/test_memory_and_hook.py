@@ -54,7 +54,7 @@ def test_the_cpu_peak_is_the_larger_of_allocated_and_touched() -> None:
 @linux
 def test_process_memory_is_read_from_the_system() -> None:
     before = read_process_memory()
-    # A mapping of its own: what is freed already could serve a block of the heap.
+    # Mapped, as the heap might reuse freed memory.
     with mmap.mmap(-1, 64 * 2**20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as block:
         block.write(bytes(len(block)))
         after = read_process_memory()

@@ -197,10 +197,10 @@ class BatchSources:
             noted = loader.__dict__.get("_optuna_dsat")
 
             def yielded(batch: Any) -> None:
-                rows = leading_dimension(batch)
+                rows, scale = leading_dimension(batch), self._scale_of(noted)
                 size = None if noted is None or rows is None else noted.batch_size
-                self._loaded = None if size is None else int(size * self._scale_of(noted))
-                self._packed = None if noted is None else noted.packed(rows, scale=self._scale_of(noted))
+                self._loaded = None if size is None else int(size * scale)
+                self._packed = None if noted is None else noted.packed(rows, scale=scale)
 
             def begin() -> Any:
                 batches = original(loader)
@@ -233,7 +233,7 @@ class _Loader:
         self.place = place
         self.batch_size: int | None = None
         """Samples of a batch in the script; None if the dataset yields batches."""
-        self._loaded: int | None = None
+        self._made_with: int | None = None
         """Samples of a batch that it was made with, the launch's micro-batch or ``batch_size``."""
         self._packs: bool | None = None
         """Whether a batch is a single row with all its samples; None if unknown."""
@@ -254,10 +254,10 @@ class _Loader:
         given = kwargs.get("batch_size", args[1] if len(args) > 1 else 1)
         if sampler is not None:
             given = getattr(sampler, "batch_size", None)
-        self.batch_size = self._loaded = given if is_size(given) else None
+        self.batch_size = self._made_with = given if is_size(given) else None
         if own is None or micro_batch is None or self.batch_size != own:
             return args, kwargs
-        self._loaded = micro_batch
+        self._made_with = micro_batch
         if sampler is not None:
             sampler.batch_size = micro_batch
         elif "batch_size" in kwargs or len(args) <= 1:
@@ -271,13 +271,13 @@ class _Loader:
 
         ``scale`` is the batch size relative to the launch's: once that was changed, batches of both are on the way.
         """
-        if self._loaded is None or rows is None:
+        if self._made_with is None or rows is None:
             return None
         if rows > 1:
             self._packs = False
-        elif self._packs is None and scale == 1 < self._loaded:
-            self._packs = self.samples is None or self.samples >= self._loaded
-        return int(self._loaded * scale) if self._packs else None
+        elif self._packs is None and scale == 1 < self._made_with:
+            self._packs = self.samples is None or self.samples >= self._made_with
+        return int(self._made_with * scale) if self._packs else None
 
     def measure(self, loader: Any) -> None:
         """Record the batches that workers prefetch, and the samples per rank and epoch unless the dataset batches."""

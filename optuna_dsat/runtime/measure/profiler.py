@@ -108,7 +108,8 @@ class Profiler:
         module, optimizer = self._engine.module, getattr(self._engine, "basic_optimizer", None)
         zero = sys.modules.get("deepspeed.runtime.zero.utils")
         params, trainable = count_parameters(module)
-        divisor, watch = max(1, samples) / micro_batches_in_flight(self._engine), self._blocks
+        samples, watch = max(1, samples), self._blocks
+        divisor = samples / micro_batches_in_flight(self._engine)
         host = host_memory_bytes()
         leaves = self._routing.routing_modules() if has_leaf_modules() else []
         self._write(
@@ -122,7 +123,7 @@ class Profiler:
                 ),
                 param_bytes=next((int(parameter.element_size()) for parameter in module.parameters()), 4),
                 activation_bytes_per_sample=round(max(self._activations, watch.saved_bytes) / divisor),
-                flops_per_sample=self._flops // max(1, samples) if self._flops_known else 0,
+                flops_per_sample=self._flops // samples if self._flops_known else 0,
                 device_memory_bytes=self._device_memory(host),
                 host_memory_bytes=host,
                 peak_bytes=self._memory.peaks().allocated,
