@@ -149,3 +149,15 @@ def distinct_sizes(name: str, sizes: Iterable[int], params: int | None) -> Itera
 def unique(values: Iterable[Any]) -> tuple[Any, ...]:
     """Return the values in their order, each once."""
     return tuple(dict.fromkeys(values))
+
+
+_MULTIPLES = 64
+"""Number of consecutive multiples searched; further multiples are at least 3% apart."""
+
+
+def multiples(unit: int, high: int) -> list[int]:
+    """Return the multiples of a number that are searched, in ascending order."""
+    numbers, factor = [unit], 1
+    while (factor := factor + 1 if factor < _MULTIPLES else factor + -(-factor * 3 // 100)) * unit <= high:
+        numbers.append(factor * unit)
+    return numbers

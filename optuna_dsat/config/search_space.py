@@ -94,6 +94,8 @@ class SearchSpace:
     swap_settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings of an offload of the parameters to NVMe."""
     gradient_accumulation_steps: int = 1
+    holds_accumulation: bool = False
+    """Whether every configuration has these steps, as the script accumulates as many by itself."""
     samples_per_rank: int | None = None
     """Samples per rank and global step, kept by the accumulation; None if the global batch follows the micro-batch."""
     max_samples_per_rank: int | None = None
@@ -144,7 +146,7 @@ class SearchSpace:
         """
         if self.samples_per_rank is not None:
             return max(1, self.samples_per_rank // micro_batch)
-        if self.max_samples_per_rank is not None:
+        if self.max_samples_per_rank is not None and not self.holds_accumulation:
             return max(1, min(self.gradient_accumulation_steps, self.max_samples_per_rank // micro_batch))
         return self.gradient_accumulation_steps
 
@@ -157,6 +159,8 @@ class SearchSpace:
         low, high = self.micro_batches
         sizes = self.micro_batch_values or range(low, high + 1)
         values = tuple(size for size in sizes if samples_per_rank % size == 0)
+        if self.holds_accumulation:
+            values = tuple(size for size in values if size * self.gradient_accumulation_steps == samples_per_rank)
         batches = {self.searched_accumulation(size) * size for size in sizes}
         if not values or batches == {samples_per_rank}:
             return None

@@ -19,7 +19,7 @@ from typing import Any
 
 from optuna_dsat.config import ds_config as configs
 from optuna_dsat.config.ds_config import MICRO_BATCH, MICRO_BATCH_CAP, ZERO
-from optuna_dsat.config.knob_values import distinct_sizes, known_names, normalise, unique
+from optuna_dsat.config.knob_values import distinct_sizes, known_names, multiples, normalise, unique
 from optuna_dsat.config.knobs import (
     KNOBS,
     NVME,
@@ -102,6 +102,8 @@ class SpaceRequest:
     """Accumulation steps set by overlays; None for the config's number, or 1. If the config implies the number by its
     ``train_batch_size``, pass the number from :func:`optuna_dsat.config.ds_config.batch_triangle`.
     """
+    holds_accumulation: bool = False
+    """Whether the script accumulates by itself, so that every configuration has the user's accumulation steps."""
     samples_per_rank: int | None = None
     """Samples per rank and global step that every configuration keeps: micro-batches are its divisors, and
     accumulation provides the rest. None if the global batch follows the micro-batch.
@@ -155,6 +157,11 @@ class _Builder:
         self._plain = configs.effective({ZERO: {}, **request.ds_config})
         self._zero = configs.knob_settings(self._plain, zero=self._plain[ZERO])
         """The user's section, lists resolved, and knobs of other sections."""
+        steps = self._plain.get(configs.GRADIENT_ACCUMULATION)
+        own_steps = 1 if steps in (None, configs.AUTO) else int(steps)
+        self._steps = request.gradient_accumulation_steps or own_steps
+        self._held_steps = self._steps if request.holds_accumulation else None
+        """Accumulation steps of every configuration; None if each can have its own."""
 
     def build(self) -> SearchSpace:
         self._check_names()
@@ -171,8 +178,6 @@ class _Builder:
         knobs = sorted([stage, *offloads, *others], key=lambda tuned: KNOBS.index(tuned.knob))
         low, high = self._micro_batches()
         values = self._micro_batch_values(low, high)
-        steps = self._plain.get(configs.GRADIENT_ACCUMULATION)
-        own_steps = 1 if steps in (None, configs.AUTO) else int(steps)
         nvme_only = any(tuned.name == NVME and all(tuned.choices) for tuned in offloads)
         return SearchSpace(
             knobs=tuple(knobs),
@@ -183,7 +188,8 @@ class _Builder:
             params=request.params,
             nvme_path=request.nvme_path,
             swap_settings=self._swap_settings(),
-            gradient_accumulation_steps=request.gradient_accumulation_steps or own_steps,
+            gradient_accumulation_steps=self._steps,
+            holds_accumulation=request.holds_accumulation,
             samples_per_rank=request.samples_per_rank,
             max_samples_per_rank=request.max_samples_per_rank,
             user_zero=self._zero,
@@ -384,7 +390,9 @@ class _Builder:
 
     def _micro_batches(self) -> tuple[int, int]:
         request = self._request
-        cap = min(request.micro_batch_cap, request.max_samples_per_rank or request.micro_batch_cap)
+        cap = request.micro_batch_cap
+        if request.max_samples_per_rank is not None:
+            cap = max(1, min(cap, request.max_samples_per_rank // (self._held_steps or 1)))
         listed = self._request.ds_config.get(MICRO_BATCH)
         present = self._plain.get(MICRO_BATCH)
         if MICRO_BATCH in self._request.fix:
@@ -418,8 +426,10 @@ class _Builder:
         if held_samples is not None:
             of_batch = range(max(1, low), min(high, held_samples) + 1) if allowed is None else allowed
             allowed = [value for value in of_batch if held_samples % value == 0]
+            if self._held_steps is not None:
+                allowed = [value for value in allowed if value * self._held_steps == held_samples]
         if unit > 1:
-            allowed = [value for value in _multiples(unit, high) if allowed is None or value in allowed]
+            allowed = [value for value in multiples(unit, high) if allowed is None or value in allowed]
         if allowed is None:
             return None
         values = tuple(sorted({value for value in allowed if low <= value <= high}))
@@ -431,9 +441,11 @@ class _Builder:
                 f"allow is a multiple of {unit} (--divisible-by)."
             )
         if not values:
+            which = "of the list in the config" if listed else "that is allowed"
+            into = f" into the {self._held_steps} accumulation steps of the script" if self._held_steps else ""
             raise ConfigError(
                 f"No {MICRO_BATCH} is left to search: --train-batch-size gives each rank {held_samples} "
-                f"samples, and none {'of the list in the config' if listed else 'that is allowed'} divides them."
+                f"samples, and none {which} divides them{into}."
             )
         return values
 
@@ -444,18 +456,6 @@ class _Builder:
         if "cpu_offload_use_pin_memory" in present and not self._no_tune & {OFFLOAD_OPTIMIZER, OFFLOAD_PARAM}:
             legacy.append("cpu_offload_use_pin_memory")
         return tuple(legacy)
-
-
-_MULTIPLES = 64
-"""Number of consecutive multiples searched; further multiples are at least 3% apart."""
-
-
-def _multiples(unit: int, high: int) -> list[int]:
-    """Return the multiples of a number that are searched, in ascending order."""
-    numbers, factor = [unit], 1
-    while (factor := factor + 1 if factor < _MULTIPLES else factor + -(-factor * 3 // 100)) * unit <= high:
-        numbers.append(factor * unit)
-    return numbers
 
 
 _DTYPES = MappingProxyType({"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32"})

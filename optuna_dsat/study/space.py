@@ -270,6 +270,7 @@ def _space(spec: StudySpec, profiled: Profiled | None, *, cap: int) -> SearchSpa
             ds_config.effective(spec.ds_config),
             world_size=ranks,
         ).gradient_accumulation_steps,
+        holds_accumulation=profiled is not None and profiled.holds_accumulation,
         samples_per_rank=None if spec.train_batch_size is None else spec.train_batch_size // ranks,
         max_samples_per_rank=_max_samples_per_rank(spec, profiled, ranks),
         divisible_by=spec.divisible_by,

@@ -453,3 +453,16 @@ def test_offload_to_the_cpu_is_not_searched_where_it_is_the_device(
 ) -> None:
     tuned = next(tuned for tuned in make(zero, device=device).knobs if tuned.name == "offload_optimizer")
     assert tuned.choices == choices
+
+
+def test_accumulation_that_the_script_holds_bounds_the_micro_batches_and_leaves_one_at_a_global_batch() -> None:
+    space = make(holds_accumulation=True, max_samples_per_rank=33)
+    assert space.micro_batches == (1, 16)
+    assert {space.accumulation(size) for size in range(1, 17)} == {2}
+    of_batch = space.at_batch(8)
+    assert of_batch is not None
+    assert of_batch.micro_batch_values == (4,)
+    assert space.at_batch(9) is None
+    assert make(holds_accumulation=True, samples_per_rank=12).micro_batch_values == (6,)
+    with pytest.raises(ConfigError, match="divides them into the 2 accumulation steps of the script"):
+        make(holds_accumulation=True, samples_per_rank=9)

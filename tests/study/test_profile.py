@@ -58,13 +58,17 @@ def test_a_script_that_accumulates_by_itself_is_told_what_follows(
     assert "set gradient_accumulation_steps to 4" in text
 
 
-def test_a_script_that_accumulates_as_its_config_says_is_told_nothing(
+def test_a_script_that_accumulates_by_itself_as_its_config_says_has_as_many_steps_in_every_trial(
     bench: StudyBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LaunchRecord, "passes_per_micro_batch", 4)
-    spec = bench.spec(max_trials=1, confirm=0, ds_config={**USER_CONFIG, "gradient_accumulation_steps": 4})
-    bench.run(spec, Hill())
-    assert not [event for event in bench.news if isinstance(event, Message) and "forward passes" in event.text]
+    landscape = Hill()
+    spec = bench.spec(max_trials=6, confirm=0, ds_config={**USER_CONFIG, "gradient_accumulation_steps": 4})
+    bench.run(spec, landscape)
+    assert [config["gradient_accumulation_steps"] for config in landscape.configs] == [1, *[4] * 6]
+    assert profiled_by(bench).holds_accumulation
+    (text,) = (event.text for event in bench.news if isinstance(event, Message) and "accumulat" in event.text)
+    assert "every trial keeps your gradient_accumulation_steps" in text
 
 
 @pytest.mark.parametrize(

@@ -188,6 +188,10 @@ def measure_profile(
                 stage_option=stage_option,
                 only_zero_3=only_zero_3,
                 least_micro_batch=least,
+                holds_accumulation=(
+                    attempt.accumulation * record.passes_per_micro_batch == own.gradient_accumulation_steps > 1
+                    and trainer is None
+                ),
             )
         # A later launch may set a value that the script has as well: only an earlier launch then shows the difference.
         parts = {**record.config_differences, **parts}

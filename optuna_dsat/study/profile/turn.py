@@ -86,6 +86,11 @@ class ProfileTurn:
                 "The script builds its model within deepspeed.zero.Init, which is for ZeRO 3: only ZeRO 3 is searched. "
                 "Enter zero.Init at ZeRO 3 only (enabled=...) to have the other stages searched, too."
             )
+        if profiled.holds_accumulation:
+            self._context.say(
+                "The script accumulates gradients by a number in its own code, not by the engine's: every trial keeps "
+                "your gradient_accumulation_steps."
+            )
         if words := self._optimizer_in_words(profiled):
             self._context.say(words)
         if words := _checkpointing_in_words(profiled.followed_by(self._spec), profiled):
