@@ -79,13 +79,11 @@ def contiguous_applies(params: Mapping[str, Any], site: Site) -> bool:
     return reduces_gradients(params, site) and (stage_of(params) == 3 or not offloads(params))
 
 
-def _is_contiguous(params: Mapping[str, Any], site: Site) -> bool:
-    return not contiguous_applies(params, site) or bool(params.get("contiguous_gradients", True))
-
-
 def scatter_applies(params: Mapping[str, Any], site: Site) -> bool:
     """Return whether ``reduce_scatter`` is read, and allowed."""
-    if not reduces_gradients(params, site) or not _is_contiguous(params, site):
+    if not reduces_gradients(params, site):
+        return False
+    if contiguous_applies(params, site) and not params.get("contiguous_gradients", True):
         return False
     return not (site.prescaled and stage_of(params) >= 2)
 

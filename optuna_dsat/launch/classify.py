@@ -26,7 +26,6 @@ Logs are never parsed. The rules, in order of precedence:
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
 from dataclasses import replace
 
 from optuna_dsat.launch.measurement import LaunchRecord
@@ -45,7 +44,7 @@ from optuna_dsat.runtime.events import (
 from optuna_dsat.runtime.failure import failure_line
 from optuna_dsat.script.batch_rule import samples_per_rank
 from optuna_dsat.signals import ENDING
-from optuna_dsat.words import steps_in_words, things_in_words
+from optuna_dsat.words import bytes_in_words, steps_in_words, things_in_words
 
 _EXCERPT_LINES = 20
 """Maximum lines of a traceback in a report; the last lines are kept."""
@@ -126,10 +125,6 @@ def _tail(text: str) -> str:
     return "\n".join(text.rstrip().splitlines()[-_EXCERPT_LINES:])
 
 
-def _size(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:.2f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:.1f} MiB"
-
-
 def _out_of_memory(facts: LaunchFacts) -> Verdict | None:
     for outcome, text in (
         (Outcome.OUT_OF_MEMORY, "out of memory"),
@@ -140,7 +135,7 @@ def _out_of_memory(facts: LaunchFacts) -> Verdict | None:
             known = [record for record in records if record.missing_bytes is not None]
             record = (known or records)[0]
             if record.missing_bytes is not None:
-                text = f"{text}, {_size(record.missing_bytes)} could not be allocated,"
+                text = f"{text}, {bytes_in_words(record.missing_bytes)} could not be allocated,"
             return _from_record(record, text)
     return None
 
@@ -270,14 +265,11 @@ def _communication(facts: LaunchFacts) -> Verdict | None:
     if missing:
         return Verdict(
             outcome=Outcome.COMMUNICATION_ERROR,
-            message=f"ranks {_ranks(missing)} never started; torchrun ended with {_exit_text(facts.agent_exit_code)}",
+            message=f"ranks {', '.join(map(str, missing))} never started; "
+            f"torchrun ended with {_exit_text(facts.agent_exit_code)}",
             rank=missing[0],
         )
     return None
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return ", ".join(str(rank) for rank in ranks)
 
 
 def _exit_text(code: int | None) -> str:

@@ -317,7 +317,8 @@ class Measurements:
         """Return the steps of a launch, by step and rank."""
         query = select(StepRow).where(StepRow.study_uuid == study_uuid, StepRow.launch_id == launch_id)
         query = query.order_by(StepRow.step, StepRow.rank)
-        return self._database.run(lambda session: tuple(map(_step, session.scalars(query))), read_only=True)
+        rows = self._database.run(lambda session: session.scalars(query).all(), read_only=True)
+        return tuple(StepMeasured(**{name: getattr(row, name) for name in _MEASURED}) for row in rows)
 
     def step_times(self, study_uuid: str, *, from_step: int) -> Mapping[str, tuple[float, ...]]:
         """Return launch id -> seconds of each global step from ``from_step`` on, on its slowest rank, in order.
@@ -344,7 +345,3 @@ def _launch(row: LaunchRow) -> StoredLaunch:
     stored = {field_.name: getattr(row, field_.name) for field_ in fields(LaunchReport)}
     report = LaunchReport.from_json({**stored, "conditions": row.conditions or {}})
     return StoredLaunch(report=report, trial_number=row.trial_number, purpose=row.purpose, attempt=row.attempt)
-
-
-def _step(row: StepRow) -> StepMeasured:
-    return StepMeasured(**{name: getattr(row, name) for name in _MEASURED})

@@ -149,9 +149,9 @@ def test_outcome(what: LaunchFacts, outcome: Outcome) -> None:
 @pytest.mark.parametrize(
     ("said", "outcome", "words"),
     [
-        ("Failed to CUDA calloc 6291456 bytes", Outcome.OUT_OF_MEMORY, "out of memory, 6.0 MiB"),
+        ("Failed to CUDA calloc 6291456 bytes", Outcome.OUT_OF_MEMORY, "out of memory, 6 MiB"),
         ("Cuda failure 2 'out of memory'", Outcome.OUT_OF_MEMORY, "out of memory in forward"),
-        ("Failed to CUDA host alloc 4194304 bytes", Outcome.HOST_OUT_OF_MEMORY, "out of host memory, 4.0 MiB"),
+        ("Failed to CUDA host alloc 4194304 bytes", Outcome.HOST_OUT_OF_MEMORY, "out of host memory, 4 MiB"),
         ("socketProgress: Connection closed by remote peer", Outcome.COMMUNICATION_ERROR, "communication failed"),
     ],
 )

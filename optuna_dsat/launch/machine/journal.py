@@ -169,15 +169,12 @@ def _read(own: Path) -> GoneTuner | None:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         tuner = json.loads((own / _TUNER).read_text(encoding="utf-8"))
         space, here = tuner["space"], process_space()
-        if space != here and space.partition(":")[0] == here.partition(":")[0] and _age_s(own) < _OTHERS_S:
+        age_s = time.time() - own.stat().st_mtime
+        if space != here and space.partition(":")[0] == here.partition(":")[0] and age_s < _OTHERS_S:
             return None
         pid = int(tuner["pid"]) if space == here else None
         output_dir = Path(tuner["output_dir"])
     return GoneTuner(pid=pid, output_dir=output_dir, records=tuple(sorted(own.glob("*.jsonl"))))
-
-
-def _age_s(own: Path) -> float:
-    return time.time() - own.stat().st_mtime
 
 
 def _remove(own: Path) -> None:

@@ -367,7 +367,7 @@ def _curve(trial: FrozenTrial, predicted: Sequence[tuple[int, Prediction | None]
         return None
     shown = [*known[: -1 : math.ceil(len(known) / _MOST_POINTS)], known[-1]]
     low, value, high = (
-        tuple(_rounded(item.value * math.exp(sigmas * item.spread)) for _, item in shown) for sigmas in (-_Z95, 0, _Z95)
+        tuple(item.value * math.exp(sigmas * item.spread) for _, item in shown) for sigmas in (-_Z95, 0, _Z95)
     )
     return Curve(
         words=lineage_words([trial]),
@@ -378,8 +378,3 @@ def _curve(trial: FrozenTrial, predicted: Sequence[tuple[int, Prediction | None]
         high=high,
         edge=known[-1][0] if known[-1][0] < predicted[-1][0] else None,
     )
-
-
-def _rounded(value: float) -> float:
-    """Return a value to five digits, which is finer than a figure and keeps the page small."""
-    return float(f"{value:.5g}")

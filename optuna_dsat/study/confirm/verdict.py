@@ -331,7 +331,8 @@ class _Judge:
         """Return the number of settings that differ from the user's config; 0 without a baseline."""
         if self._baseline is None:
             return 0
-        own, other = (_flat(self._trials[item]) for item in (self._baseline, number))
+        configs = (self._trials[item].user_attrs[attributes.CONFIG] for item in (self._baseline, number))
+        own, other = (ds_config.flatten(ds_config.effective(config)) for config in configs)
         return sum(own.get(key) != other.get(key) for key in own.keys() | other.keys())
 
     def _ratio(self, number: int) -> Interval | None:
@@ -442,7 +443,3 @@ def _needed_rounds(counts: Sequence[int]) -> int:
     """
     first, second = (*sorted(counts, reverse=True), 0, 0)[:2]
     return min(MIN_ROUNDS, max(second, min(first, 2)))
-
-
-def _flat(trial: FrozenTrial) -> dict[str, Any]:
-    return ds_config.flatten(ds_config.effective(trial.user_attrs[attributes.CONFIG]))
