@@ -37,7 +37,7 @@ from optuna_dsat.cost.zero_states import (
     second_copy,
     updated_at_once,
 )
-from optuna_dsat.runtime.events import ProfileMeasured
+from optuna_dsat.runtime.events import ModelFacts
 from optuna_dsat.runtime.overlay import checkpoint_every
 
 __all__ = [
@@ -58,32 +58,8 @@ Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelProfile(Record):
-    """Model and hardware as measured by the profile launch; fields as in ``ProfileMeasured``."""
-
-    params: int
-    trainable_params: int
-    largest_layer_params: int
-    """Parameters of the largest module that owns parameters directly."""
-    param_bytes: int
-    """Bytes per element of the engine's parameters: 2 for fp16 and bf16, 4 for fp32."""
-    activation_bytes_per_sample: int
-    flops_per_sample: int
-    device_memory_bytes: int
-    host_memory_bytes: int
-    peak_bytes: int
-    device_name: str = ""
-    optimizer: str = ""
-    """Class name of the innermost optimizer, empty without an optimizer."""
-    optimizer_tested: bool = True
-    blocks: int = 0
-    block_bytes_per_sample: int = 0
-    block_input_bytes_per_sample: int = 0
-    block_share: float = 0.0
-    no_checkpointing: str = ""
-    no_compiling: str = ""
-    leaf_classes: tuple[str, ...] = ()
-    leaf_params: int = 0
+class ModelProfile(ModelFacts, Record):
+    """Model and hardware as measured by the profile launch, or derived from a model's shape."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.trainable_params <= self.params:
@@ -114,9 +90,9 @@ class ModelProfile(Record):
         return min(self.activation_bytes_per_sample, max(0, round(outside + kept + again)))
 
     @classmethod
-    def from_event(cls, event: ProfileMeasured) -> ModelProfile:
-        """Build from a rank's event."""
-        return cls.from_json(asdict(event))
+    def from_facts(cls, facts: ModelFacts) -> ModelProfile:
+        """Build from what a rank measured."""
+        return cls.from_json(asdict(facts))
 
 
 @dataclass(frozen=True, kw_only=True)

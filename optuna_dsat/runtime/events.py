@@ -152,8 +152,8 @@ class EngineReady(Event, kind="engine_ready"):
 
 
 @dataclass(frozen=True)
-class ProfileMeasured(Event, kind="profile_measured"):
-    """Model and hardware properties measured in the profile launch, per sample of one global step."""
+class ModelFacts:
+    """Properties of a model and its hardware, per sample of one global step."""
 
     params: int
     trainable_params: int
@@ -171,8 +171,8 @@ class ProfileMeasured(Event, kind="profile_measured"):
     """Physical memory of the host."""
     peak_bytes: int
     """Peak device memory of the profiled step, in the unit of ``StepMeasured.peak_allocated_bytes``."""
-    device_name: str
-    optimizer: str
+    device_name: str = ""
+    optimizer: str = ""
     """Class name of the innermost optimizer; empty without an optimizer."""
     optimizer_tested: bool = True
     """Whether DeepSpeed lists the optimizer's class as tested with ZeRO; True without an optimizer."""
@@ -188,10 +188,15 @@ class ProfileMeasured(Event, kind="profile_measured"):
     """Why activations cannot be checkpointed; empty if they can, or without a measurement."""
     no_compiling: str = ""
     """Why the search does not compile the model; empty if it may."""
-    leaf_classes: list[str] = field(default_factory=list)
+    leaf_classes: tuple[str, ...] = ()
     """Classes of modules that route samples among their parts, and are no leaves of ZeRO 3 yet."""
     leaf_params: int = 0
     """Parameters of the largest of these modules."""
+
+
+@dataclass(frozen=True)
+class ProfileMeasured(ModelFacts, Event, kind="profile_measured"):
+    """Model and hardware as measured by a rank in the profile launch."""
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from optuna_dsat.runtime.agent.preload import Preload
 from optuna_dsat.runtime.events import (
     EngineReady,
     Event,
+    ModelFacts,
     ProfileMeasured,
     RankFailed,
     RankFinished,
@@ -73,29 +74,11 @@ SIMULATED_DEVICES = Devices(
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulatedProfile:
-    """Result of a profile launch: fields of ``ProfileMeasured``, in the same units."""
+class SimulatedProfile(ModelFacts):
+    """Result of a profile launch."""
 
-    params: int
-    trainable_params: int
-    largest_layer_params: int
-    param_bytes: int
-    activation_bytes_per_sample: int
-    flops_per_sample: int
-    device_memory_bytes: int
-    host_memory_bytes: int
-    peak_bytes: int
     device_name: str = "simulated"
     optimizer: str = "AdamW"
-    optimizer_tested: bool = True
-    blocks: int = 0
-    block_bytes_per_sample: int = 0
-    block_input_bytes_per_sample: int = 0
-    block_share: float = 0.0
-    no_checkpointing: str = ""
-    no_compiling: str = ""
-    leaf_classes: tuple[str, ...] = ()
-    leaf_params: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -136,7 +136,7 @@ class Profiler:
                 block_share=min(1.0, watch.flops / self._forward_flops) if self._forward_flops else 1.0,
                 no_checkpointing=watch.reason,
                 no_compiling="the script compiles its model itself" if compiled_by_script(module) else "",
-                leaf_classes=sorted({type(leaf).__name__ for leaf in leaves}),
+                leaf_classes=tuple(sorted({type(leaf).__name__ for leaf in leaves})),
                 leaf_params=max((sum(map(_numel, leaf.parameters())) for leaf in leaves), default=0),
             )
         )

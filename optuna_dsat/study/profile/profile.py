@@ -280,7 +280,7 @@ def _profiled(
     trainer: ScriptTrainer | None,
 ) -> Profiled:
     return Profiled(
-        profile=_per_sample(ModelProfile.from_event(profile), batch),
+        profile=_per_sample(ModelProfile.from_facts(profile), batch),
         measured_with=attempt.words,
         pipeline=engine.pipeline,
         device=engine.device,
