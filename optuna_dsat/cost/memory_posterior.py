@@ -197,7 +197,8 @@ class MemoryPosterior:
             mean, prior[rest, rest] - gains @ prior[exact, rest], self.usable, out_of_memory[sides]
         )
         values = np.concatenate([peaks[measured], side_values])
-        variances = np.concatenate([np.full(len(measured), noise), side_variances])
+        # Equal launches that contradict a measured peak would make the matrix singular.
+        variances = np.concatenate([np.full(len(measured), noise), np.maximum(side_variances, _LEAST_SHARE * noise)])
         used = np.isfinite(variances)
         self._inputs = all_inputs.take(used)
         self._one_sided = one_sided[used].astype(np.float64)

@@ -149,6 +149,14 @@ def test_running_out_of_memory_lowers_the_probability_to_fit() -> None:
     assert after.limit < before.limit
 
 
+def test_equal_launches_that_run_out_of_memory_where_one_ran_make_that_size_doubtful() -> None:
+    result, sizes, lost = posterior(), [8] * 7, np.array([False] * 3 + [True] * 4)
+    result.observe(loads(sizes), np.where(lost, np.nan, peaks(sizes)), lost)
+    _, left, spread = result.predict(loads([8, 30]))
+    assert np.isfinite([*left, *spread]).all()
+    assert left[1] < left[0]
+
+
 def test_a_limit_far_below_the_expected_one_is_found_out() -> None:
     known = posterior()
     known.observe(loads([4, 3, 2, 1]), np.full(4, np.nan), np.ones(4, dtype=bool))
