@@ -343,7 +343,7 @@ def command(folder: Path, *, pause_s: float, stop_s: float = 0.0, trials: int = 
     return [
         sys.executable, "-m", "tests.scripts.watched", str(pause_s), str(stop_s), "random", str(folder / "train.py"),
         str(folder / "ds.json"), "--cpu-ranks", "2", "--storage", f"sqlite:///{folder}/study.db", "--study", "s",
-        "--output-dir", str(folder / "out"), "--max-trials", str(trials), "--confirm", "1", "--metric", "throughput",
+        "--output-dir", str(folder / "out"), "--max-trials", str(trials), "--confirm", "0", "--metric", "throughput",
     ]  # fmt: skip
 
 

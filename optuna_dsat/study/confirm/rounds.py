@@ -206,12 +206,11 @@ def mean_metrics(launches: Sequence[RoundLaunch]) -> dict[str, float]:
     """Return all metrics of a configuration over launches: geometric means, the maximum of memory."""
     names = dict.fromkeys(name for launch in launches for name in launch.metrics)
     values = {name: [launch.metrics[name] for launch in launches if name in launch.metrics] for name in names}
-    return {name: max(all_) if name.endswith("_bytes") else _mean(all_) for name, all_ in values.items()}
-
-
-def _mean(values: Sequence[float]) -> float:
-    """Return the mean used for the metric, so that samples/s and FLOPS agree; the arithmetic mean if a value is 0."""
-    return mean_in_rounds(values).value if min(values) > 0 else sum(values) / len(values)
+    result: dict[str, float] = {}
+    for name, all_ in values.items():
+        mean = statistics.geometric_mean if min(all_) > 0 else statistics.fmean
+        result[name] = max(all_) if name.endswith("_bytes") else mean(all_)
+    return result
 
 
 def pooled_noise(values: Mapping[int, Mapping[int, float]], *, reference: int) -> Noise | None:
