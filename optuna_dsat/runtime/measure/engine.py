@@ -21,6 +21,11 @@ from optuna_dsat.runtime.imports import patch
 from optuna_dsat.runtime.measure.memory import process_limit_lifted
 
 
+def data_parallel_size(config: Any) -> int:
+    """Return how many ranks have different samples; ``engine.dp_world_size`` is None with sequence parallelism."""
+    return int(config.train_batch_size) // (config.train_micro_batch_size_per_gpu * config.gradient_accumulation_steps)
+
+
 def is_pipeline(engine: Any) -> bool:
     """Return whether an engine is a pipeline engine, whose ``train_batch`` runs a whole step."""
     return any(cls.__name__ == "PipelineEngine" for cls in type(engine).__mro__)

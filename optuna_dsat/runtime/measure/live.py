@@ -20,7 +20,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from optuna_dsat.runtime.files import write_text_atomic
-from optuna_dsat.runtime.measure.engine import is_pipeline
+from optuna_dsat.runtime.measure.engine import data_parallel_size, is_pipeline
 from optuna_dsat.runtime.overlay import GRADIENT_ACCUMULATION, MICRO_BATCH
 
 _ZERO = "zero_optimization."
@@ -76,6 +76,7 @@ def _change_batch(engine: Any, micro_batch: int | None, accumulation: int | None
     config = engine._config
     if micro_batch is not None and _is_compiled(engine):
         raise NotLiveError("the model is compiled for its batch size")
+    ranks = data_parallel_size(config)
     micro_batch = config.train_micro_batch_size_per_gpu if micro_batch is None else micro_batch
     if accumulation is not None:
         config.gradient_accumulation_steps = accumulation
@@ -83,7 +84,7 @@ def _change_batch(engine: Any, micro_batch: int | None, accumulation: int | None
         if isinstance(getattr(engine.optimizer, "gradient_accumulation_steps", None), int):
             engine.optimizer.gradient_accumulation_steps = accumulation
     config.train_micro_batch_size_per_gpu = micro_batch
-    config.train_batch_size = micro_batch * config.gradient_accumulation_steps * int(engine.dp_world_size)
+    config.train_batch_size = micro_batch * config.gradient_accumulation_steps * ranks
     if is_pipeline(engine):
         engine.micro_batch_size, engine.micro_batches = micro_batch, config.gradient_accumulation_steps
         forget_shapes(engine)
