@@ -409,6 +409,15 @@ def test_the_elements_of_all_micro_batches_are_noted() -> None:
     assert (step.samples, step.elements, step.elements_are_tokens) == (8, 4 * 14, True)
 
 
+def test_ranks_that_share_a_sequence_count_its_tokens_together() -> None:
+    class Sharing(Engine):
+        sequence_parallel_size = 2
+
+    bench = MeterBench(Sharing)
+    bench.micro_step(torch.zeros(4, 6, dtype=torch.long))
+    assert [(step.samples, step.elements) for step in bench.steps] == [(4, 2 * 4 * 6)]
+
+
 @pytest.mark.parametrize(
     ("batch", "size"),
     [

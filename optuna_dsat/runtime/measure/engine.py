@@ -26,6 +26,11 @@ def data_parallel_size(config: Any) -> int:
     return int(config.train_batch_size) // (config.train_micro_batch_size_per_gpu * config.gradient_accumulation_steps)
 
 
+def sequence_shards(engine: Any) -> int:
+    """Return among how many ranks the sequence of a sample is split (DeepSpeed Ulysses); 1 if it is not."""
+    return int(getattr(engine, "sequence_parallel_size", 1))
+
+
 def is_pipeline(engine: Any) -> bool:
     """Return whether an engine is a pipeline engine, whose ``train_batch`` runs a whole step."""
     return any(cls.__name__ == "PipelineEngine" for cls in type(engine).__mro__)

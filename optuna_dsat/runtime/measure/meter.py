@@ -26,6 +26,7 @@ from optuna_dsat.runtime.measure.engine import (
     is_pipeline,
     is_update_step,
     loss_of,
+    sequence_shards,
 )
 from optuna_dsat.runtime.measure.inputs import InputSize, size_of
 from optuna_dsat.runtime.measure.live import Transition, forget_shapes
@@ -461,7 +462,7 @@ class Meter:
                 evaluation_s=step.evaluation_s,
                 skipped=skipped,
                 skipped_before=skipped_before,
-                elements=step.fed.elements,
+                elements=step.fed.elements * sequence_shards(self._engine),
                 elements_are_tokens=step.fed.are_tokens,
                 steps_completed=self._steps_completed(),
             )

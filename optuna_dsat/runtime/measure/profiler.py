@@ -21,7 +21,7 @@ from typing import Any
 
 from optuna_dsat.runtime.events import Event, ProfileMeasured
 from optuna_dsat.runtime.measure.blocks import BlockWatch, RoutingWatch, compiled_by_script, has_leaf_modules
-from optuna_dsat.runtime.measure.engine import is_pipeline, micro_batches_in_flight
+from optuna_dsat.runtime.measure.engine import is_pipeline, micro_batches_in_flight, sequence_shards
 from optuna_dsat.runtime.measure.memory import CpuMemory, CudaMemory, host_memory_bytes
 from optuna_dsat.runtime.rank import LaunchPlan, Rank
 
@@ -123,7 +123,7 @@ class Profiler:
                 ),
                 param_bytes=next((int(parameter.element_size()) for parameter in module.parameters()), 4),
                 activation_bytes_per_sample=round(max(self._activations, watch.saved_bytes) / divisor),
-                flops_per_sample=self._flops // samples if self._flops_known else 0,
+                flops_per_sample=self._flops * sequence_shards(self._engine) // samples if self._flops_known else 0,
                 device_memory_bytes=self._device_memory(host),
                 host_memory_bytes=host,
                 peak_bytes=self._memory.peaks().allocated,
