@@ -143,6 +143,14 @@ def test_a_pipeline_is_measured_batch_by_batch(start: Starter, warm_ranks: WarmR
         assert profile.flops_per_sample > 0
 
 
+def test_ranks_that_share_a_sequence_have_the_same_samples(start: Starter, warm_ranks: WarmRanks) -> None:
+    launch = start.torchrun("tiny_launch.py", str(start.user_config), "--sequence-parallel", warm=warm_ranks)
+    assert launch.exit_code == 0, launch.output + launch.log("stderr")
+    engine = launch.of(EngineReady, 0)[0]
+    assert (engine.data_parallel_size, engine.train_batch_size) == (1, engine.train_micro_batch_size_per_gpu)
+    assert {(step.samples, step.elements) for step in launch.of(StepMeasured, 0)} == {(4, 2 * 4 * 16)}
+
+
 HALF = {"enabled": True, "initial_scale_power": 22}
 
 

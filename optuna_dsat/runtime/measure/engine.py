@@ -23,7 +23,7 @@ from optuna_dsat.runtime.measure.memory import process_limit_lifted
 
 def data_parallel_size(config: Any) -> int:
     """Return how many ranks have different samples; ``engine.dp_world_size`` is None with sequence parallelism."""
-    return int(config.train_batch_size) // (config.train_micro_batch_size_per_gpu * config.gradient_accumulation_steps)
+    return int(config.train_batch_size // (config.train_micro_batch_size_per_gpu * config.gradient_accumulation_steps))
 
 
 def sequence_shards(engine: Any) -> int:
