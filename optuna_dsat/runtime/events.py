@@ -115,6 +115,7 @@ class EngineReady(Event, kind="engine_ready"):
     train_micro_batch_size_per_gpu: int
     gradient_accumulation_steps: int
     data_parallel_size: int
+    """Ranks whose samples DeepSpeed's global batch counts."""
     pipeline: bool
     """Whether the engine is a pipeline engine, whose ``train_batch()`` runs a whole step."""
     params: int
@@ -147,6 +148,8 @@ class EngineReady(Event, kind="engine_ready"):
     """Whether the runtime set accelerate's backend; without a backend, each rank would train alone."""
     precision: str = ""
     """``fp16``, ``bf16`` or ``fp32``, as reported by DeepSpeed; empty from an older runtime."""
+    counted_times: int = 1
+    """Ranks that share each sample although the global batch counts it for each: those of AutoTP."""
     host_threads: int = 0
     """torch's intra-op threads on the host, which an offloaded optimizer uses; 0 from an older runtime."""
 

@@ -465,6 +465,7 @@ class DeepSpeedHook:
     def _engine_ready(self, engine: Any, initialize_s: float, differences: Mapping[str, list[Any]]) -> EngineReady:
         torch: Any = sys.modules["torch"]
         params, trainable = count_parameters(engine.module)
+        ranks = data_parallel_size(engine._config)
         return EngineReady(
             rank=self._rank.rank,
             time=time.time(),
@@ -472,7 +473,8 @@ class DeepSpeedHook:
             train_batch_size=int(engine.train_batch_size()),
             train_micro_batch_size_per_gpu=int(engine.train_micro_batch_size_per_gpu()),
             gradient_accumulation_steps=int(engine.gradient_accumulation_steps()),
-            data_parallel_size=data_parallel_size(engine._config),
+            data_parallel_size=ranks,
+            counted_times=ranks // (engine.dp_world_size or ranks),
             pipeline=is_pipeline(engine),
             params=params,
             trainable_params=trainable,

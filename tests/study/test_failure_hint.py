@@ -9,12 +9,15 @@ import pytest
 from optuna.distributions import CategoricalDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
+from optuna_dsat.errors import ScriptFailedError
 from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.end_reason import describe_structure_failures
 from optuna_dsat.study.profile.profile import failure_hint
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH, ZERO_STAGE
+from tests.harness.landscapes import Hill
+from tests.harness.simulated import SimulatedResult
 from tests.harness.studies import StudyBench
 
 AUTO = {"zero_optimization": {"reduce_bucket_size": "auto", "zenflow": {"select_interval": "auto"}}}
@@ -118,3 +121,16 @@ def test_what_the_search_avoids_is_stated_and_a_stage_that_runs_outside_it() -> 
         "No launch ran at ZeRO 1, ZeRO 2: TypeError: no. The search tried no more at ZeRO 1, ZeRO 2, ZeRO 3. "
         "--zero-stages 0 searches the ZeRO stage that ran."
     )
+
+
+def test_a_script_that_reads_its_rank_where_another_launcher_sets_it_is_told_what_there_is(bench: StudyBench) -> None:
+    for variable in ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
+        message = f"rank 1: KeyError: '{variable}'"
+        landscape = Hill(
+            lambda _, message=message: SimulatedResult(  # type: ignore[misc]
+                outcome=Outcome.SCRIPT_ERROR, startup_s=1.0, message=message
+            )
+        )
+        spec = bench.spec(max_trials=1, confirm=0).model_copy(update={"name": variable})
+        with pytest.raises(ScriptFailedError, match=rf"{variable} is set by another launcher.*have RANK"):
+            bench.run(spec, landscape)

@@ -18,7 +18,7 @@ from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.protocol import LaunchRequest
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.agent.preload import Preload
-from optuna_dsat.runtime.events import ConfigDiffers, RankFailed, TrainerFound
+from optuna_dsat.runtime.events import ConfigDiffers, EngineReady, RankFailed, TrainerFound
 from optuna_dsat.runtime.trial_config import PartitionedModelError
 from optuna_dsat.script.arg_mapping import STAGE
 from optuna_dsat.study.profile import profile
@@ -56,6 +56,15 @@ def test_a_script_that_accumulates_by_itself_is_told_what_follows(
     (text,) = (event.text for event in bench.news if isinstance(event, Message) and "forward passes" in event.text)
     assert "makes 4 forward passes for each step" in text
     assert "set gradient_accumulation_steps to 4" in text
+
+
+def test_samples_that_ranks_share_and_deepspeed_counts_for_each_are_announced(
+    bench: StudyBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EngineReady, "counted_times", property(lambda _: 2, lambda *_: None), raising=False)
+    bench.run(bench.spec(max_trials=1, confirm=0), Hill())
+    texts = [event.text for event in bench.news if isinstance(event, Message)]
+    assert sum("global batch counts these 2 times" in text for text in texts) == 1
 
 
 def test_a_script_that_accumulates_by_itself_as_its_config_says_has_as_many_steps_in_every_trial(
@@ -348,19 +357,6 @@ def test_the_error_of_a_script_that_no_batch_size_mends_is_told_at_once(bench: S
         with pytest.raises(ScriptFailedError, match=error):
             bench.run(spec.model_copy(update={"name": error[:4]}), landscape)
         assert len(landscape.configs) == launches
-
-
-def test_a_script_that_reads_its_rank_where_another_launcher_sets_it_is_told_what_there_is(bench: StudyBench) -> None:
-    for variable in ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
-        message = f"rank 1: KeyError: '{variable}'"
-        landscape = Hill(
-            lambda _, message=message: SimulatedResult(  # type: ignore[misc]
-                outcome=Outcome.SCRIPT_ERROR, startup_s=1.0, message=message
-            )
-        )
-        spec = bench.spec(max_trials=1, confirm=0).model_copy(update={"name": variable})
-        with pytest.raises(ScriptFailedError, match=rf"{variable} is set by another launcher.*have RANK"):
-            bench.run(spec, landscape)
 
 
 def test_a_model_that_trains_on_no_single_sample_and_accumulates_keeps_what_trained(bench: StudyBench) -> None:

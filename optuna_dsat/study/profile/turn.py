@@ -61,7 +61,7 @@ class ProfileTurn:
         self._reuse = reuse
         self._compare_zero = compare_zero
         self._differences_said = False
-        self._passes_said = False
+        self._samples_said = False
         self.fingerprint = fingerprint
         """Key of the profile in use: from an earlier run if the study continues with its profile."""
 
@@ -255,9 +255,9 @@ class ProfileTurn:
         if record.engine is not None and record.engine.config_differences and not report.outcome.infeasible:
             self._say_differences(record.engine.config_differences)
         self._differences_said |= report.outcome is Outcome.MEASURED  # later launches change options of the script
-        words = "" if record.engine is None else _passes_in_words(self._spec, record, record.engine)
-        if words and not self._passes_said:
-            self._passes_said = True
+        words = "" if record.engine is None else _samples_in_words(self._spec, record, record.engine)
+        if words and not self._samples_said:
+            self._samples_said = True
             self._context.say(words)
 
     def _say_differences(self, differences: Mapping[str, Sequence[Any]]) -> None:
@@ -276,8 +276,13 @@ class ProfileTurn:
             self._context.say(text)
 
 
-def _passes_in_words(spec: StudySpec, record: LaunchRecord, engine: EngineReady) -> str:
-    """Return a note if a step takes more forward passes than the user's config specifies; else empty."""
+def _samples_in_words(spec: StudySpec, record: LaunchRecord, engine: EngineReady) -> str:
+    """Return a note if the global batch is not what a step trains on; else empty."""
+    if engine.counted_times > 1:
+        return (
+            f"The {engine.counted_times} ranks of a tensor-parallel group train on the same samples, and DeepSpeed's "
+            f"global batch counts these {engine.counted_times} times: so do samples/s here."
+        )
     passes, configured = record.passes_per_micro_batch, engine.gradient_accumulation_steps
     if passes == 1 or passes * configured == own_batch(spec, record).gradient_accumulation_steps:
         return ""
