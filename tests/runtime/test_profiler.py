@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -123,7 +124,9 @@ class LeftError(Exception):
     """Raised when the rank exits."""
 
 
-def profile_of(engine: Engine, plan: LaunchPlan, batches: int = 9) -> list[ProfileMeasured]:
+def profile_of(
+    engine: Engine, plan: LaunchPlan, batches: int = 9, backward: Callable[[torch.Tensor], Any] | None = None
+) -> list[ProfileMeasured]:
     """Train until the rank exits or its data ends; return the profiles that it recorded."""
     accelerator = SimpleNamespace(
         device_name=lambda: "cuda", memory_allocated=lambda: engine.allocated, total_memory=lambda: 2**30
@@ -150,7 +153,7 @@ def profile_of(engine: Engine, plan: LaunchPlan, batches: int = 9) -> list[Profi
     meter.attach()
     with suppress(LeftError):
         for _ in range(batches):
-            engine.backward(engine(torch.ones(1, 2)))
+            (backward or engine.backward)(engine(torch.ones(1, 2)))
             engine.step()
     return [event for event in events if isinstance(event, ProfileMeasured)]
 
@@ -172,6 +175,16 @@ def test_parameters_that_zero_3_gathered_are_no_activations(plan: LaunchPlan, al
     [profile] = profile_of(GatheringEngine(alone=alone), plan)
     assert profile.activation_bytes_per_sample == ACTIVATIONS
     assert profile.params == 2**20 + 1
+
+
+def test_a_backward_pass_that_the_script_calls_itself_counts_as_two_forward_passes(plan: LaunchPlan) -> None:
+    class Calculating(Engine):
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            return super().forward(batch) + self.module(batch).sum()
+
+    [observed] = profile_of(Calculating(), plan)
+    [direct] = profile_of(Calculating(), plan, backward=torch.Tensor.backward)
+    assert (observed.flops_per_sample, direct.flops_per_sample) == (4, 12)
 
 
 def test_data_that_ends_after_one_step_leaves_no_profile(plan: LaunchPlan) -> None:

@@ -64,6 +64,7 @@ class Profiler:
         self._flops = 0
         self._flops_known = True
         self._forward_flops = 0.0
+        self._has_backward = False
         self._activations = 0
         self._blocks, self._routing = BlockWatch(engine.module), RoutingWatch(engine.module)
 
@@ -75,6 +76,7 @@ class Profiler:
             return
         # A pipeline's batch has forward and backward passes, of which the backward passes take two thirds.
         forward_share = 1 if phase == "forward" else 1 / 3 if phase == "batch" and is_pipeline(self._engine) else 0
+        self._has_backward |= phase != "forward"
         with ExitStack() as stack:
             counter = stack.enter_context(_flop_counter())
             saved: dict[int, int] = {}
@@ -111,6 +113,8 @@ class Profiler:
         samples, watch = max(1, samples), self._blocks
         divisor = samples / micro_batches_in_flight(self._engine)
         host = host_memory_bytes()
+        # A backward pass that the script calls itself takes twice the forward's (Kaplan et al., arXiv:2001.08361, 2.1).
+        flops = self._flops if self._has_backward else round(3 * self._forward_flops)
         leaves = self._routing.routing_modules() if has_leaf_modules() else []
         self._write(
             ProfileMeasured(
@@ -123,7 +127,7 @@ class Profiler:
                 ),
                 param_bytes=next((int(parameter.element_size()) for parameter in module.parameters()), 4),
                 activation_bytes_per_sample=round(max(self._activations, watch.saved_bytes) / divisor),
-                flops_per_sample=self._flops * sequence_shards(self._engine) // samples if self._flops_known else 0,
+                flops_per_sample=flops * sequence_shards(self._engine) // samples if self._flops_known else 0,
                 device_memory_bytes=self._device_memory(host),
                 host_memory_bytes=host,
                 peak_bytes=self._memory.peaks().allocated,
