@@ -212,9 +212,13 @@ def test_scripts_are_no_wrappers(folder: Path) -> None:
         ("MV2_COMM_WORLD_SIZE=2 MV2_COMM_WORLD_RANK=0 MV2_COMM_WORLD_LOCAL_SIZE=2", 2, 1),
         ("SLURM_NTASKS=2 SLURM_NPROCS=2 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_JOB_ID=5 SLURM_STEP_ID=0", 2, 1),
         ("SLURM_NTASKS=8 SLURM_PROCID=3 SLURM_STEP_ID=1 SLURM_STEP_NUM_NODES=2", 4, 2),
+        ("SLURM_NTASKS=8 SLURM_PROCID=3 SLURM_STEP_ID=1 SLURM_NNODES=2 PMI_RANK=3 PMI_SIZE=8 SRUN_DEBUG=3", 4, 2),
+        ("HOROVOD_SIZE=2 HOROVOD_RANK=0 HOROVOD_LOCAL_SIZE=2 HOROVOD_LOCAL_RANK=0 HOROVOD_CONTROLLER=gloo", 2, 1),
+        ("WORLD_SIZE=4 RANK=1 LOCAL_WORLD_SIZE=2 LOCAL_RANK=1 MASTER_ADDR=a MASTER_PORT=29500", 2, 2),
+        ("WORLD_SIZE=2 RANK=1 MASTER_ADDR=localhost MASTER_PORT=29500", 2, 1),
     ],
 )
-def test_ranks_that_mpirun_or_srun_starts_are_counted_and_have_no_variables_of_one_of_them(
+def test_ranks_that_other_programs_start_are_counted_and_have_no_variables_of_one_of_them(
     folder: Path, variables: str, ranks: int, nodes: int
 ) -> None:
     (folder / "ddp.py").write_text("import torch.distributed as dist\ndist.init_process_group()\n")
@@ -230,6 +234,26 @@ def test_ranks_that_mpirun_or_srun_starts_are_counted_and_have_no_variables_of_o
         environment={"MODEL": "tiny"},
         is_wrapped=True,
     )
+
+
+def test_ranks_of_a_program_whose_variables_are_unknown_are_counted_as_they_start(folder: Path) -> None:
+    (folder / "ddp.py").write_text("import torch.distributed as dist\ndist.init_process_group()\n")
+    (folder / "run").write_text('#!/bin/sh\nfor i in 0 1; do ODD_RANK=$i MODEL=tiny "$@" & done; wait\n')
+    (folder / "run").chmod(0o755)
+    result = read(folder, "./run", "python", "ddp.py")
+    assert result == LaunchCommand(script="ddp.py", ranks=2, environment={"MODEL": "tiny"}, is_wrapped=True)
+
+
+def test_ranks_that_a_script_spawns_are_not_counted(folder: Path) -> None:
+    (folder / "spawns.py").write_text(
+        "import multiprocessing\n\n\ndef train():\n    from torch import distributed\n"
+        "    distributed.init_process_group()\n\n\nif __name__ == '__main__':\n"
+        "    spawn = multiprocessing.get_context('spawn')\n"
+        "    for rank in range(2):\n        spawn.Process(target=train).start()\n"
+    )
+    (folder / "run.sh").write_text("python spawns.py\n")
+    result = read(folder, "bash", "run.sh")
+    assert result == LaunchCommand(script="spawns.py", without_launcher=True, is_wrapped=True)
 
 
 def test_a_step_around_the_search_is_no_launch_of_the_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

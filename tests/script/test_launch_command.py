@@ -238,6 +238,23 @@ def test_torchruns_options_are_read(asked: str, ranks: int | None) -> None:
     assert result == LaunchCommand(script="pkg.train", is_module=True, args=("x",), ranks=ranks)
 
 
+@pytest.mark.parametrize(
+    ("command", "ranks", "environment"),
+    [
+        ("PET_NPROC_PER_NODE=2 torchrun train.py", 2, {"PET_NPROC_PER_NODE": "2"}),
+        ("A=1 WORLD_SIZE=2 RANK=0 MASTER_ADDR=localhost MASTER_PORT=29500 python train.py", 2, {"A": "1"}),
+        ("MASTER_PORT=29500 python train.py", None, {"MASTER_PORT": "29500"}),
+        ("deepspeed --include localhost:0,1 train.py", 2, {}),
+    ],
+)
+def test_ranks_of_variables_and_of_listed_gpus(
+    folder: Path, command: str, ranks: int | None, environment: dict[str, str]
+) -> None:
+    result = read_command(command.split(), cwd=folder)
+    assert result is not None
+    assert (result.ranks, result.environment) == (ranks, environment)
+
+
 def test_accelerates_plugin_comes_as_its_environment(folder: Path) -> None:
     (folder / "acc.yaml").write_text(ACCELERATE_CONFIG)
     result = launched("accelerate", ["launch", "--config_file", "acc.yaml", "train.py", "--lr", "3"])

@@ -35,6 +35,8 @@ _POLL_S = 0.05
 _SHOWN_CHARS = 300
 _REFUSED = re.compile(r"^[^:]*: error: |^(\w+\.)*\w+(Error|Exception): ")
 """Matches the beginning of an error message of argparse, or of an exception's last line."""
+_SHORTEST_WAIT_S = 0.3
+_LONGEST_WAIT_S = 3.0
 _STDERR = 2
 _FIRST_BYTES = 256
 """Number of leading bytes of a file that identify its interpreter."""
@@ -59,8 +61,11 @@ _OF_LAUNCHES = frozenset(
 """Variables that each launch sets itself."""
 _OF_MPI = (
     "GFORTRAN_UNBUFFERED_PRECONNECTED",
+    "HFI_NO_BACKTRACE",
+    "HOROVOD_",
     "HYDI_",
     "HYDRA_",
+    "IPATH_NO_BACKTRACE",
     "MPIEXEC_",
     "MPI_LOCAL",
     "MV2_COMM_",
@@ -70,19 +75,24 @@ _OF_MPI = (
     "PMIX_",
     "PMI_",
     "PRTE_",
+    "SRUN_",
 )
-"""Prefixes of the variables that Open MPI, MPICH and MVAPICH set for a rank."""
+"""Prefixes of the variables that Open MPI, MPICH, MVAPICH, horovodrun and srun set for a rank."""
 _OF_SLURM = frozenset(
     {"SLURM_GTIDS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NPROCS", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_TASK_PID"}
 )
 """Variables that srun sets for a task."""
 _RANKS = (
-    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"),
-    ("PMI_SIZE", "MPI_LOCALNRANKS"),
-    ("SLURM_NTASKS", None),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
+    ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE"),
+    ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    ("SLURM_PROCID", "SLURM_NTASKS", None),
+    ("PMI_RANK", "PMI_SIZE", None),
+    ("RANK", "WORLD_SIZE", None),
 )
-"""Variables with the total number of ranks and the ranks per node."""
+"""Variables with the index of a rank, the total number of ranks and the ranks per node."""
 _STEP = ("SLURM_STEP_ID", "SLURM_JOB_ID")
 _NODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES")
 _OF_IMPORTS = frozenset({"PYTORCH_NVML_BASED_CUDA_CHECK"})
@@ -110,7 +120,7 @@ class InterceptedRank:
     options: Mapping[str, Any] = field(default_factory=dict)
     """The launcher's options as it parsed them, and its conclusions (``interceptor``)."""
     ranks: int | None = None
-    """Ranks on each node that mpirun or srun starts; None if neither is used."""
+    """Ranks on each node that another program, such as mpirun, starts; None for a single process."""
     nodes: int = 1
 
 
@@ -128,8 +138,13 @@ def is_wrapper(word: str, *, cwd: Path) -> bool:
 
 
 def is_of_rank(name: str) -> bool:
-    """Return whether mpirun or srun sets a variable for a single rank."""
+    """Return whether mpirun, horovodrun or srun sets a variable for a single rank."""
     return name in _OF_SLURM or name.startswith(_OF_MPI)
+
+
+def is_of_launch(name: str) -> bool:
+    """Return whether a launch sets a variable for each of its ranks."""
+    return name in _OF_LAUNCHES or is_of_rank(name)
 
 
 def starts_launcher(file: Path) -> bool:
@@ -196,21 +211,29 @@ def intercept(
         log = folder / "output"
         try:
             with log.open("wb") as output:
-                result = _first_record(
+                records = _first_ranks(
                     words, record, cwd=cwd, environ=environ, output=None if launcher is None else output
                 )
         except OSError as error:
             raise UsageError(f"{words[0]} cannot be run: {error.strerror}. {REMEDY}") from None
-        if isinstance(result, int) and launcher is not None:
-            raise UsageError(f"{launcher} started no rank here: {_reason(log, code=result)}. {REMEDY}")
-    if isinstance(result, int):
-        how = "" if result == 0 else f" with exit code {result}"
+        if isinstance(records, int) and launcher is not None:
+            raise UsageError(f"{launcher} started no rank here: {_reason(log, code=records)}. {REMEDY}")
+    if isinstance(records, int):
+        how = "" if records == 0 else f" with exit code {records}"
         raise UsageError(
             f"{line} ended{how} and launched no training: neither by deepspeed, torchrun or accelerate, nor by a "
             f"Python script that begins to train with DeepSpeed. {REMEDY}"
         )
+    result, *others = records
     of_rank = result["environment"]
-    ranks, nodes = _ranks_of_mpi(of_rank)
+    ranks, nodes = ranks_of(of_rank)
+    if ranks is None and others:
+        ranks = len(records)
+        of_rank = {
+            name: value
+            for name, value in of_rank.items()
+            if all(rank["environment"].get(name) == value for rank in others)
+        }
     by = result.get("launcher", {"name": None, "words": result["words"], "environment": of_rank})
     return InterceptedRank(
         words=tuple(result["words"]),
@@ -259,10 +282,14 @@ def _in_front(folder: Path, path: str) -> str:
     return os.pathsep.join(filter(None, (str(folder), path)))
 
 
-def _first_record(
+def _first_ranks(
     words: Sequence[str], record: Path, *, cwd: Path, environ: Mapping[str, str], output: IO[bytes] | None
-) -> dict[str, Any] | int:
-    """Run a command until it starts a rank. Return the record, or the exit code if there is none."""
+) -> list[dict[str, Any]] | int:
+    """Run a command until it starts a rank. Return its record, or the exit code if there is none.
+
+    Records of the other ranks follow if neither a launcher nor a variable gives the number of ranks.
+    """
+    started = time.monotonic()
     file = cwd / words[0]
     if file.is_file():
         words = [*([] if os.access(file, os.X_OK) else ["bash"]), str(file), *words[1:]]
@@ -282,7 +309,13 @@ def _first_record(
             if record.is_file():
                 result: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
                 groups.add(int(result["group"]))
-                return result
+                if "launcher" in result or ranks_of(result["environment"])[0] is not None:
+                    return [result]
+                time.sleep(min(max((time.monotonic() - started) / 2, _SHORTEST_WAIT_S), _LONGEST_WAIT_S))
+                ranks = [json.loads(file.read_text(encoding="utf-8")) for file in record.parent.glob("*.rank*")]
+                groups.update(int(rank["group"]) for rank in ranks)
+                same = {rank["process"]: rank for rank in ranks if rank["words"] == result["words"]}
+                return [result, *(same[process] for process in same if process != result["process"])]
             if code is not None:
                 return code
             time.sleep(_POLL_S)
@@ -293,12 +326,13 @@ def _first_record(
         process.wait()
 
 
-def _ranks_of_mpi(environment: Mapping[str, str]) -> tuple[int | None, int]:
-    """Return (ranks per node, nodes) of a launch by mpirun or srun, from variables that differ from this process."""
-    for everywhere, here in _RANKS:
-        changed = any(environment.get(name) != os.environ.get(name) for name in (everywhere, *_STEP))
+def ranks_of(environment: Mapping[str, str]) -> tuple[int | None, int]:
+    """Return (ranks per node, nodes) of a launch from a rank's variables that differ from this process's."""
+    for index, everywhere, here in _RANKS:
+        changed = any(environment.get(name) != os.environ.get(name) for name in (index, everywhere, *_STEP))
+        given = index in environment and (here is None or here in environment)
         total = environment.get(everywhere, "")
-        if not changed or not total.isdigit() or not int(total):
+        if not changed or not given or not total.isdigit() or not int(total):
             continue
         counts = [environment.get(name, "") for name in ((here,) if here else _NODES)]
         count = next((int(value) for value in counts if value.isdigit() and int(value)), None)
@@ -315,9 +349,9 @@ def _set_by_command(environment: Mapping[str, str], *, folder: Path) -> dict[str
         name: value
         for name, value in result.items()
         if own.get(name) != value
-        and name not in _OF_PROCESSES | _OF_LAUNCHES | _OF_IMPORTS
+        and name not in _OF_PROCESSES | _OF_IMPORTS
         and not name.startswith((*_OF_WRAPPERS, "SLURM"))
-        and not is_of_rank(name)
+        and not is_of_launch(name)
         and name.isidentifier()
     }
 

@@ -57,9 +57,11 @@ def program(words: Sequence[str]) -> list[str]:
 
 def typed_words() -> list[str]:
     """Return the command line of this process; Python 3.9 does not keep it."""
-    if sys.version_info >= (3, 10):
-        return list(sys.orig_argv)
-    return [os.fsdecode(word) for word in Path("/proc/self/cmdline").read_bytes().split(b"\0")[:-1]]
+    return list(sys.orig_argv) if sys.version_info >= (3, 10) else _command_line(os.getpid())
+
+
+def _command_line(process: int) -> list[str]:
+    return [os.fsdecode(word) for word in Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")[:-1]]
 
 
 def _is_launcher(own: Sequence[str]) -> bool:
@@ -75,7 +77,7 @@ def is_rank(words: Sequence[str]) -> bool:
 
 
 def write_down(words: Sequence[str]) -> NoReturn:
-    """Record the rank in this process unless another process was first; then wait until the reader has exited."""
+    """Record the rank in this process, as the launch's first if no other process was; wait for the reader's exit."""
     record = Path(os.environ[RECORD])
     result = {
         "words": list(words),
@@ -83,12 +85,14 @@ def write_down(words: Sequence[str]) -> NoReturn:
         "environment": dict(os.environ),
         "python": sys.executable,
         "group": os.getpgrp(),
+        "process": _PROCESS,
     }
     if LAUNCHER in os.environ:
         result["launcher"] = json.loads(Path(os.environ[LAUNCHER]).read_text(encoding="utf-8"))
-    own = record.with_suffix(f".{os.getpid()}")
+    own, partial = (record.with_suffix(f".{state}{os.getpid()}") for state in ("rank", "partial"))
     try:
-        own.write_text(json.dumps(result), encoding="utf-8")
+        partial.write_text(json.dumps(result), encoding="utf-8")
+        partial.replace(own)
         os.link(own, record)
     except OSError:  # another process was first
         pass
@@ -239,6 +243,10 @@ def _run_the_hidden_one() -> None:
 
 if __name__ == "sitecustomize" and RECORD in os.environ:
     _WORDS = typed_words()
+    _PROCESS = os.getpid()  # the same in processes that this one forks
+    if "-c" in _WORDS and any(word.startswith("from multiprocessing.") for word in _WORDS):  # spawned by a script
+        _PROCESS = os.getppid()
+        _WORDS = _command_line(_PROCESS)
     _ENVIRONMENT = dict(os.environ)  # variables that a launcher sets on import are not the user's
     if is_rank(_WORDS):
         write_down(_WORDS)

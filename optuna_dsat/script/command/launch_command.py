@@ -9,12 +9,13 @@ launcher, and any other program that is not Python (a shell script, ``make``, ``
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,14 @@ from typing import Any
 from optuna_dsat.errors import UsageError
 from optuna_dsat.runtime.files import open_regular, shortened
 from optuna_dsat.runtime.user_code import parsed_source
-from optuna_dsat.script.command.interception import InterceptedRank, intercept, is_wrapper, starts_launcher
+from optuna_dsat.script.command.interception import (
+    InterceptedRank,
+    intercept,
+    is_of_launch,
+    is_wrapper,
+    ranks_of,
+    starts_launcher,
+)
 from optuna_dsat.script.command.interceptor import LAUNCHERS, MOST_SLOTS
 from optuna_dsat.script.command.source import module_file
 from optuna_dsat.script.interpreter import has_console_script, interpreter_of, module_command, package_folders
@@ -112,10 +120,14 @@ def read_command(
     count = next((place for place, word in enumerate(words) if not _ASSIGNMENT.match(word)), len(words))
     if 0 < count < len(words):
         rest = words[count:]
-        command = read_command(rest, cwd=cwd, python=python, on_notice=on_notice) or LaunchCommand(
-            script=rest[0], args=tuple(rest[1:])
-        )
-        return _with_environment(command, dict(word.split("=", 1) for word in words[:count]))
+        variables = dict(word.split("=", 1) for word in words[:count])
+        with _environment(variables):
+            command = read_command(rest, cwd=cwd, python=python, on_notice=on_notice)
+        command = command or LaunchCommand(script=rest[0], args=tuple(rest[1:]))
+        ranks, nodes = ranks_of(variables) if command.without_launcher else (None, 1)
+        if ranks is not None:
+            variables = {name: value for name, value in variables.items() if not is_of_launch(name)}
+        return _with_environment(_with_ranks(command, ranks, nodes), variables)
     file = _program(words[0], cwd=cwd, python=python) if words else None
     launcher = None if file is None else _launcher_of(file)
     if file is None or launcher is None:
@@ -151,17 +163,36 @@ def of_rank(seen: InterceptedRank, *, cwd: Path) -> LaunchCommand:
     result = _python(seen.words, cwd=seen.folder, python=seen.python, is_rank=True)
     if seen.launcher is not None:
         result = replace(result, without_launcher=False, **facts_of(seen.launcher, seen.options))
-    elif seen.ranks is not None:
-        elsewhere = (f"{seen.nodes} nodes",) if seen.nodes > 1 else ()
-        result = replace(result, ranks=seen.ranks, nodes=seen.nodes, elsewhere=elsewhere, without_launcher=False)
+    else:
+        result = _with_ranks(result, seen.ranks, seen.nodes)
     folder = None if seen.folder.resolve() == cwd.resolve() else str(seen.folder)
     return _with_environment(replace(result, folder=folder), seen.environment)
+
+
+def _with_ranks(command: LaunchCommand, ranks: int | None, nodes: int) -> LaunchCommand:
+    """Return a command of which another program starts a number of ranks on each node; None for a single process."""
+    if ranks is None:
+        return command
+    elsewhere = (f"{nodes} nodes",) if nodes > 1 else ()
+    return replace(command, ranks=ranks, nodes=nodes, elsewhere=elsewhere, without_launcher=False)
 
 
 def _as_typed(words: Sequence[str]) -> Sequence[str]:
     """Return a launcher's words as typed by the user, without the interpreter from the executable's first line."""
     is_launcher = len(words) > 1 and Path(words[1]).name in LAUNCHERS
     return (Path(words[1]).name, *words[2:]) if is_launcher else (Path(words[0]).name, *words[1:])
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of this process, for the programs that it starts, during the block."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _with_environment(command: LaunchCommand, variables: Mapping[str, str]) -> LaunchCommand:
@@ -342,8 +373,9 @@ def _deepspeed(options: Mapping[str, Any]) -> dict[str, Any]:
         notes.append(f"{', '.join(without_effect)} has no effect on a trial, and is not in the printed command.")
     several = len(hosts) > 1
     selects = (options["include"] and len(here) < MOST_SLOTS) or (options["exclude"] and hosts)
+    listed = len(here) if selects and not hosts else None
     return {
-        "ranks": min(counts, default=number),
+        "ranks": min(counts, default=number or listed),
         "nodes": len(hosts) or nodes or 1,
         "hosts": hosts if several else (),
         "elsewhere": _given(
