@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,13 +201,32 @@ _ALIKE_IF_WRONG = 0.8
 """Minimum similarity for a key that is known to be wrong."""
 
 
+QUOTED_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+"""Matches a string that is probably meant as a number."""
+_OF_BUILT = {"optimizer": ("type", "params"), "scheduler": ("type", "params")}
+"""Section -> its keys, if DeepSpeed ignores other keys of the section."""
+_OF_SECTIONS = {
+    "fp16": ("enabled", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"),
+    "bf16": ("enabled",),
+    f"{ZERO}.{OFFLOAD_OPTIMIZER}": ("device", "nvme_path", "pin_memory", "buffer_count", "ratio"),
+    f"{ZERO}.{OFFLOAD_PARAM}": ("device", "nvme_path", "pin_memory", "buffer_count", "buffer_size"),
+    ZERO: ("stage", OFFLOAD_OPTIMIZER, OFFLOAD_PARAM),
+}
+"""Section -> frequent keys."""
+_OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "SGD")
+_SCHEDULERS = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+
+
 def misspelt_keys(keys: Iterable[str]) -> dict[str, str]:
-    """Return misspelt top-level key -> the key that it resembles; of dotted keys the first part counts."""
+    """Return misspelt key, of the config or of the optimizer or scheduler section -> the key that it resembles."""
     result = {}
-    for key in dict.fromkeys(key.partition(".")[0] for key in keys):
-        near = near_key(key, _KEYS, alike=_ALIKE)
-        if near and key not in _KEYS:
-            result[key] = near
+    for dotted in keys:
+        section, _, rest = dotted.partition(".")
+        inner = rest.partition(".")[0]
+        for prefix, key, known in (("", section, _KEYS), (f"{section}.", inner, _OF_BUILT.get(section, ()))):
+            near = "" if key in known else near_key(key, known, alike=_ALIKE if not prefix else _ALIKE_IF_WRONG)
+            if near:
+                result[prefix + key] = prefix + near
     return result
 
 
@@ -224,6 +244,13 @@ def misspelt_in_words(keys: Iterable[str]) -> list[str]:
 def correction(key: str, known: Iterable[str]) -> str:
     """Return the remedy for a key that is invalid in its section: remove it, or use the known key it resembles."""
     section, _, name = key.rpartition(".")
-    near = near_key(name, known)
+    near = near_key(name, (*known, *_OF_SECTIONS.get(section, ())))
     corrected = f"{section}.{near}" if section else near
     return f"Remove {key}, or write {corrected}" if near else f"Remove {key}"
+
+
+def correction_of_type(key: str, value: str) -> str:
+    """Return the remedy for an invalid ``optimizer.type`` or ``scheduler.type``."""
+    names = {name.lower(): name for name in (_OPTIMIZERS if key.startswith("optimizer") else _SCHEDULERS)}
+    near = near_key(value, names)
+    return f"Write {names[near]}" if near else f"Write one of {', '.join(names.values())}"

@@ -14,7 +14,7 @@ from optuna_dsat.config.documents import as_written
 from optuna_dsat.config.ds_config import AUTO, BATCH_KEYS, GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, ZERO
 from optuna_dsat.config.knobs import KNOBS, NVME, ZERO_STAGE, ZERO_STAGES, Site
 from optuna_dsat.config.space_builder import site_of
-from optuna_dsat.config.user_file import correction, knob_lists, near_key, shape_errors
+from optuna_dsat.config.user_file import QUOTED_NUMBER, correction, knob_lists, near_key, shape_errors
 from optuna_dsat.doctor.config_probe import UNKNOWN
 from optuna_dsat.doctor.finding import Finding, Status, finding_of
 from optuna_dsat.doctor.libraries import run_probe
@@ -26,7 +26,6 @@ from optuna_dsat.words import things_in_words
 
 _BUILT = ("optimizer.params.", "scheduler.params.")
 """Sections with the parameters of a class."""
-_QUOTED_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _MISSING = re.compile(r"(\w+)\.__init__\(\) missing \d+ required positional arguments?: (.+)")
 _UNEXPECTED = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '\w+'")
 _OF_STAGE_3 = ("stage3_", "zero_quantized_", "offload_param", "sub_group_size", "zero_hpz_partition_size")
@@ -159,7 +158,7 @@ def _of_types(config: Mapping[str, Any], asked: Mapping[str, Mapping[str, Any]])
             continue
         default = asked.get(section, {}).get(name)
         is_number = isinstance(default, int | float) and not isinstance(default, bool)
-        if isinstance(value, str) and (_QUOTED_NUMBER.fullmatch(value) or value.lower() in ("true", "false")):
+        if isinstance(value, str) and (QUOTED_NUMBER.fullmatch(value) or value.lower() in ("true", "false")):
             status = Status.PROBLEM if isinstance(default, bool) else Status.FATAL
             yield _finding([key], status, f"{key} is {_shown(key, value)}, in quotes", _unquoted(key, value))
         elif isinstance(default, bool) and not isinstance(value, bool | int | None):
@@ -202,7 +201,7 @@ def _of_refusals(config: Mapping[str, Any], probed: Mapping[str, Any], autos: li
             near = near_key(str(value), names)
             remedy = f"Write {names[near]}" if near else f"Write one of {', '.join(names.values())}"
             yield _finding([key], Status.FATAL, f"DeepSpeed {probed['version']} has no {as_written(value)}", remedy)
-        elif isinstance(value, str) and _QUOTED_NUMBER.fullmatch(value):
+        elif isinstance(value, str) and QUOTED_NUMBER.fullmatch(value):
             yield _finding([key], Status.FATAL, f"{key} is {_shown(key, value)}, in quotes", _unquoted(key, value))
         elif key:
             shown = f" is {_shown(key, value)}" if value is not None else ""

@@ -25,15 +25,19 @@ Logs are never parsed. The rules, in order of precedence:
 
 from __future__ import annotations
 
+import re
 import signal
 from dataclasses import replace
 
+from optuna_dsat.config.ds_config import AUTO
+from optuna_dsat.config.user_file import QUOTED_NUMBER, correction_of_type
 from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.protocol import LaunchFacts, Verdict, dropped_in_words
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import (
     STEPS_SKIPPED,
     BatchSourcesFound,
+    ConfigDiffers,
     EngineReady,
     Event,
     RankFailed,
@@ -59,6 +63,12 @@ _FROM_OUTSIDE = " from outside: neither by the search nor, by its count, by the 
 
 _QUIET_SIGNALS = frozenset({signal.SIGABRT, signal.SIGTERM})
 """Signals that are usually the consequence of another rank's failure, not the cause."""
+
+_TYPE_REFUSED = {
+    "optimizer.type": "is not a supported DeepSpeed Optimizer",
+    "scheduler.type": "does not recognize LR scheduler",
+}
+"""Key -> DeepSpeed's error for its value, which does not contain the key (0.19)."""
 
 
 def classify(facts: LaunchFacts) -> Verdict:
@@ -177,7 +187,8 @@ def _own_failure(facts: LaunchFacts) -> Verdict | None:
         records = _failures(facts, outcome)
         if records:
             record = records[0]
-            return _from_record(record, record.error_type, cause=failure_line(record.message))
+            cause = failure_line(record.message) + _values_in_doubt(record, facts)
+            return _from_record(record, record.error_type, cause=cause)
     for event in facts.of(RankFinished):
         _, is_exit, code = event.reason.partition("exit_code_")
         if is_exit and code != "0":
@@ -188,6 +199,26 @@ def _own_failure(facts: LaunchFacts) -> Verdict | None:
                 rank=event.rank,
             )
     return None
+
+
+def _values_in_doubt(failed: RankFailed, facts: LaunchFacts) -> str:
+    """Return the values of the config that an error of DeepSpeed refers to without their keys, with a remedy."""
+    text = failed.message
+    config = {**facts.config}
+    for event in facts.of(ConfigDiffers):
+        config |= {key: values[0] for key, values in event.differences.items()}
+    strings = {key: value for key, value in config.items() if isinstance(value, str) and key not in text}
+    for key, sign in _TYPE_REFUSED.items():
+        if sign in text and (value := strings.get(key)):
+            return f"; {key} is {value!r}{'' if value == AUTO else f'. {correction_of_type(key, value)}'}"
+    built = {key: value for key, value in strings.items() if key.startswith(("optimizer.params.", "scheduler.params."))}
+    if named := [key for key in built if built[key] in text and re.search(rf"\b{key.rpartition('.')[2]}\b", text)]:
+        return "".join(f"; {key} is {built[key]!r}" for key in named)
+    if failed.error_type != "TypeError" or "'str'" not in text or failed.phase in ("script", "between"):
+        return ""
+    quoted = {key: value for key, value in strings.items() if QUOTED_NUMBER.fullmatch(value)}
+    quoted = quoted or {key: value for key, value in built.items() if value != AUTO}
+    return "".join(f"; {key} is {value!r}: it must be a number" for key, value in quoted.items())
 
 
 def _killed_from_outside(facts: LaunchFacts) -> Verdict | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from optuna_dsat.config.ds_config import MICRO_BATCH
+from optuna_dsat.config.ds_config import MICRO_BATCH, flatten
 from optuna_dsat.launch.event_log import EventLog, LogLimit
 from optuna_dsat.launch.machine.host import MAX_STALL_LIMITS, ActivityMonitor, ProcessUsage
 from optuna_dsat.launch.protocol import Conditions, EndFacts, LaunchFacts, LaunchReport, LaunchRequest, Verdict
@@ -290,6 +290,7 @@ class Launch:
             events=self.log.events,
             stop=self.stop_reason,
             config_path=self.request.command.config_path,
+            config=flatten(self.request.ds_config),
             dropped_lines=self.log.dropped,
         )
 

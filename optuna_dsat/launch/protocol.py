@@ -340,6 +340,8 @@ class LaunchFacts(EndFacts):
     """None if the launcher did not end the launch."""
     config_path: str = "ds_config.json"
     """Path of the user's DeepSpeed config, for the remedy in messages."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Dotted key -> value of the launch's config."""
     dropped_lines: int = 0
     """Lines of the event files without an event that this version can read."""
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from optuna_dsat.config.ds_config import flatten
 from optuna_dsat.config.user_file import misspelt_in_words
 from optuna_dsat.errors import PATH_ERRORS, UsageError
 from optuna_dsat.study.options.declaration import options_in
@@ -91,6 +92,7 @@ def prepare(method: str | None, given: Given) -> Prepared:
         from optuna_dsat.tuning.cluster import check_cluster
 
         check_cluster(spec)
+    misspelt = misspelt_in_words([*spec.ds_config, *flatten(spec.ds_config)])
     request = StudyRequest(
         spec=spec,
         devices=devices,
@@ -99,7 +101,7 @@ def prepare(method: str | None, given: Given) -> Prepared:
         check_loss=options.check_loss,
         callbacks=tuple(options.callbacks or ()),
     )
-    return Prepared(request=request, given=given, notes=[*notes, *misspelt_in_words(spec.ds_config), *devices.notices])
+    return Prepared(request=request, given=given, notes=[*notes, *misspelt, *devices.notices])
 
 
 def _one_kind_of_device(given: Given) -> Given:

@@ -12,6 +12,7 @@ from optuna_dsat.launch.protocol import LaunchFacts, Verdict
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import (
     BatchSourcesFound,
+    ConfigDiffers,
     EngineReady,
     Event,
     RankFailed,
@@ -378,3 +379,41 @@ def test_evaluation_that_is_left_out_is_told(seconds: list[float], message: str)
 )
 def test_the_line_names_keys_and_cause(message: str, line: str) -> None:
     assert failure_line(message) == line
+
+
+@pytest.mark.parametrize(
+    ("config", "message", "text"),
+    [
+        (
+            {"optimizer.type": "AdmW"},
+            "AdmW is not a supported DeepSpeed Optimizer",
+            "; optimizer.type is 'AdmW'. Write AdamW",
+        ),
+        ({"optimizer.type": "auto"}, "auto is not a supported DeepSpeed Optimizer", "; optimizer.type is 'auto'"),
+        (
+            {"scheduler.type": "Cosine"},
+            "DeepSpeed does not recognize LR scheduler Cosine",
+            "; scheduler.type is 'Cosine'. Write one of LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR",
+        ),
+        (
+            {"scheduler.params.warmup_num_steps": "auto", "scheduler.params.total_num_steps": "auto"},
+            "warmup_num_steps must be a positive integer, got auto",
+            "; scheduler.params.warmup_num_steps is 'auto'",
+        ),
+        (
+            {"optimizer.type": "Adam", "optimizer.params.lr": "1e-3", "gradient_clipping": "1.0"},
+            "'<=' not supported between instances of 'float' and 'str'",
+            "; optimizer.params.lr is '1e-3': it must be a number; gradient_clipping is '1.0': it must be a number",
+        ),
+        ({"optimizer.params.lr": "auto"}, "'<=' not supported between instances of 'float' and 'str'", ""),
+        ({"optimizer.type": "Adam"}, "Adam.__init__() got an unexpected keyword argument 'rate'", ""),
+    ],
+)
+def test_an_error_that_names_no_key_is_followed_by_the_values_in_doubt(
+    config: dict[str, Any], message: str, text: str
+) -> None:
+    error = failed(0, INVALID, phase="initialize", error_type="TypeError", message=message)
+    assert classify(facts(error, None, config=config)).message == f"rank 0: TypeError in initialize: {message}{text}"
+    differs = ConfigDiffers(rank=0, time=1.0, differences={key: [value, None] for key, value in config.items()})
+    events = {0: [differs, error], 1: []}
+    assert classify(facts(events=events)).message.endswith(f"{message}{text}")
