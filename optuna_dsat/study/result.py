@@ -436,7 +436,6 @@ def write_settings(copy: SettingsCopy, config: Mapping[str, Any]) -> None:
 
 _ADAPTIVE = frozenset({"adam", "adamw", "lamb", "lion", "adagrad", "onebitadam", "zerooneadam", "onebitlamb"})
 
-
 _COUNTED_IN_STEPS = frozenset(
     {"warmup_num_steps", "total_num_steps", "cycle_first_step_size", "cycle_second_step_size", "decay_step_size"}
     | {"lr_range_test_step_size", "total_curriculum_step", "require_steps", "schedule_offset", "schedule_offset_end"}
@@ -444,14 +443,20 @@ _COUNTED_IN_STEPS = frozenset(
 )
 """Keys of a DeepSpeed config with numbers of optimizer steps: of its schedulers, curricula, compression and 1-bit
 optimizers (``lr_schedules``, ``data_pipeline``, ``compression`` and ``fp16.onebit`` of 0.19.8)."""
+_DEFAULT_STEPS = {"OneCycle": ("cycle_first_step_size", 2000), "LRRangeTest": ("lr_range_test_step_size", 2000)}
+"""Scheduler -> its key with a number of steps, and the default; the others warm up (``lr_schedules`` of 0.19.8)."""
 
 
 def _scaled_steps(config: Mapping[str, Any], ratio: float) -> str:
     """Return the numbers of steps that cover as many samples at a batch ``ratio`` times as large as in a config."""
+    flat = ds_config.flatten(config)
+    if kind := flat.get("scheduler.type"):
+        name, default = _DEFAULT_STEPS.get(kind, ("warmup_num_steps", 1000))
+        flat.setdefault(f"scheduler.params.{name}", default)
     changed = [
-        f"{key} from {value:,} to {max(1, round(value / ratio)):,}"
-        for key, value in ds_config.flatten(config).items()
-        if key.rpartition(".")[2] in _COUNTED_IN_STEPS and type(value) is int and value > 0
+        f"{key} from {value:,.0f} to {max(1, round(value / ratio)):,}"
+        for key, value in flat.items()
+        if key.rpartition(".")[2] in _COUNTED_IN_STEPS and type(value) in (int, float) and value > 0
     ]
     own = f" A learning-rate schedule that the script counts in steps covers {ratio:.3g} times as many samples."
     return f" The config counts these in steps; for as many samples change {', '.join(changed)}." if changed else own

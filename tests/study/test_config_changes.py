@@ -130,3 +130,10 @@ def test_what_the_trainer_computes_is_not_scaled() -> None:
     assert advice is not None
     assert "counts these in steps" not in advice
     assert "A learning-rate schedule that the script counts in steps covers 4 times as many samples." in advice
+
+
+def test_default_and_float_numbers_of_steps_of_a_scheduler_are_scaled() -> None:
+    config = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 1e4}}}
+    advice = learning_rate_advice(config, batch=16, user_batch=4)
+    assert advice is not None
+    assert "total_num_steps from 10,000 to 2,500, scheduler.params.warmup_num_steps from 1,000 to 250" in advice
