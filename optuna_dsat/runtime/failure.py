@@ -356,13 +356,12 @@ def refused_values(message: str) -> Iterator[tuple[str, str, str]]:
     key: str | None = section
     for line in lines:
         if line and not line[0].isspace():
-            key = ".".join(filter(None, (section, line.strip())))
+            key = ".".join(filter(None, (section, line)))
         elif key is not None and (match := _REASON.match(line)):
             unknown = match["type"] == "extra_forbidden"
             has_value = match["value"] and match["of"] != "dict" and not unknown
-            yield (
-                key,
-                match["value"] if has_value else "",
-                "DeepSpeed has no such key" if unknown else rule_in_words(match["text"]),
-            )
+            reason = "DeepSpeed has no such key" if unknown else rule_in_words(match["text"])
+            if key != key.strip():
+                key, reason = repr(key), f"{reason}: remove the blank at its end"
+            yield key, match["value"] if has_value else "", reason
             key = None  # the next line contains further information

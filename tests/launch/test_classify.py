@@ -365,6 +365,11 @@ def test_evaluation_that_is_left_out_is_told(seconds: list[float], message: str)
             "zero_optimization.stage is 7: it must be 0, 1, 2 or 3",
         ),
         (
+            "1 validation error for DeepSpeedZeroConfig\nstage \n  Extra inputs are not permitted "
+            "[type=extra_forbidden, input_value=1, input_type=int]",
+            "'zero_optimization.stage ': DeepSpeed has no such key: remove the blank at its end",
+        ),
+        (
             "1 validation error for Settings\n  Value error, a and b exclude each other [type=value_error, "
             "input_value={'a': 1}, input_type=dict]",
             "Settings: a and b exclude each other",
