@@ -16,13 +16,21 @@ from optuna_dsat.plan.families import FAMILIES, KNOWN_MODELS, Family
 from optuna_dsat.plan.transformer import Recompute, TransformerShape
 
 _CONFIG = "config.json"
+_OTHER_CONFIGS = ("adapter_config.json", "model_index.json")
+"""Files of an adapter's and of a diffusion pipeline's folder, which describe no model that can be counted."""
 _MODEL_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _DEFAULT_TOKENS = 2048
 """Default number of tokens per sample, unless the model's maximum is smaller."""
 _PARTS = ("text_config", "vision_config", "audio_config")
 """Sections of a multimodal model's config, one for each of its parts."""
-_TYPE = r'"(?:quant_method|quant_type|weights|weight_dtype)": "[a-z_]*(?:int|fp|float)([1-9]\d?)'
-_BITS = re.compile(rf'"(?:n|num_|w_)?bits": "?([1-9]\d?)\b|{_TYPE}')
+_NOT_OF_WEIGHTS = re.compile("activation|cache|input|output|act_")
+"""Matches keys of a ``quantization_config`` that are not about its weights."""
+_BITS = re.compile(
+    r"(?:int|float|fp)([1-9]\d?)_?weight"
+    r'|"(?:n|num_|w_)?bits?": "?([1-9]\d?)\b|"quant_algo": "w([1-9]\d?)a'
+    r'|"(?:quant_method|quant_type|quant_algo|weights|(?:\w+_)?dtype|_data)": "[a-z_]*(?:int|fp|float)([1-9]\d?)',
+    re.IGNORECASE,
+)
 """Bits of a weight in a ``quantization_config``, by their number or by a type such as ``int4``."""
 _DROPOUTS = ("hidden_dropout_prob", "resid_pdrop", "resid_dropout", "hidden_dropout", "dropout", "dropout_rate")
 
@@ -64,9 +72,10 @@ class _Reader:
 def find_config(given: Path) -> Path:
     """Return ``config.json``: a file, of a model's folder, of a cached model id; ``UsageError`` without any."""
     if given.is_dir():
-        if not (given / _CONFIG).is_file():
+        path = next((given / name for name in (_CONFIG, *_OTHER_CONFIGS) if (given / name).is_file()), None)
+        if path is None:
             raise UsageError(f"--model is {given}, a folder without {_CONFIG}.")
-        return given / _CONFIG
+        return path
     if given.is_file():
         return given
     if not _MODEL_ID.fullmatch(str(given)):
@@ -145,21 +154,37 @@ def shape_of_config(
 
 def _quantized(data: Mapping[str, Any]) -> tuple[str, int | None]:
     """Return the name of the weights' quantization (empty if not quantized) and its bits (None if unknown)."""
-    section = data.get("quantization_config")
+    section = data.get("quantization_config") or data.get("compression_config")
     if not isinstance(section, Mapping) or not section:
         return "", None
     loaded = next((bits for bits in (4, 8) if section.get(f"load_in_{bits}bit")), None)
-    weights = re.sub(r'"[a-z_]*(?:activations|cache_scheme)": \{[^{}]*\}', "", json.dumps(section))
-    named = _BITS.search(weights)
-    bits = loaded or (int(named[1] or named[2]) if named else None)
+    if loaded is None and "load_in_4bit" in section:
+        return "", None
+    named = _BITS.search(json.dumps(_of_weights(section)))
+    bits = loaded or (int(next(filter(None, named.groups()))) if named else None)
     method = section.get("quant_method") or "unknown method"
     return (f"{method}, {bits} bits" if bits else str(method)), bits if bits is not None and bits < 16 else None
 
 
+def _of_weights(section: Any) -> Any:
+    """Return a section of a ``quantization_config`` without the settings of activations and caches, at any depth."""
+    if not isinstance(section, Mapping):
+        return section
+    return {key: _of_weights(value) for key, value in section.items() if not _NOT_OF_WEIGHTS.search(key)}
+
+
 def _known_kind(path: Path, data: Mapping[str, Any]) -> str:
     kind = data.get("model_type")
+    if "peft_type" in data:
+        base = data.get("base_model_name_or_path") or "its base model"
+        raise UsageError(
+            f"{path} is of an adapter ({as_written(data['peft_type'])}). Give --model {base}, and the adapter's share "
+            "of the parameters with --trainable-share."
+        )
     if not isinstance(kind, str):
-        raise UsageError(f"{path} has no model_type, so it is no config of a Hugging Face model.")
+        name = data.get("_class_name")
+        why = f"is of diffusers' {name}" if name else "has no model_type, as configs of transformers have"
+        raise UsageError(f"{path} {why}: it cannot be counted here. Give --params, --hidden and --layers instead.")
     parts = {
         name: section.get("model_type") for name in _PARTS if isinstance(section := data.get(name), Mapping) and section
     }
@@ -218,7 +243,7 @@ class _Model:
             self.kv_heads = 1 if reader.flag("multi_query", default=True) else self.heads
         else:
             self.kv_heads = reader.size("num_key_value_heads", "num_kv_heads", default=self.heads)
-        both = family.kind == "encoder-decoder"
+        both = family.kind == "encoder-decoder" and not _architecture(reader.data).endswith("EncoderModel")
         self.decoders = reader.size("num_decoder_layers", default=self.layers) if both else 0
         self.vocab = 1 if family.kind == "image" else reader.size("vocab_size")
         self.sparse_layers = self.experts = self.experts_per_token = self.shared_ffn = 0
@@ -325,22 +350,28 @@ class _Model:
         ``architectures`` names the trained model; the default is the language model, or the image classifier.
         """
         data, family, hidden = self.reader.data, self.family, self.hidden
-        name = str((data.get("architectures") or [""])[0])
+        name = _architecture(data)
         labels = self.reader.maybe("num_labels") or len(data.get("id2label") or ()) or 2
         dense = hidden * hidden + hidden
         if family.kind == "image":
             return (dense, hidden) if name.endswith("Model") else (hidden * labels + labels, labels)
         if name.endswith(("Classification", "QuestionAnswering", "MultipleChoice")):
-            between = dense if family.kind == "encoder" and name.endswith("SequenceClassification") else 0
+            has_dense = name.endswith(("SequenceClassification", "MultipleChoice")) and family.kind != "decoder"
+            between, labels = dense * has_dense, 1 if name.endswith("MultipleChoice") else labels
             return between + hidden * labels + labels, labels
         if name.endswith("Model") and not name.endswith("HeadModel"):
             return dense * family.pooled, hidden
         bias = self.vocab if family.head_bias else 0
+        tied = self.reader.flag("tie_word_embeddings", default=family.tied)
         if family.kind == "encoder":
             pooled = dense + 2 * hidden + 2 if name.endswith("PreTraining") else 0
-            return dense + 2 * hidden + bias + pooled, None
-        tied = self.reader.flag("tie_word_embeddings", default=family.tied)
+            return (0 if tied else self.vocab * hidden) + dense + 2 * hidden + bias + pooled, None
         return (0 if tied else self.vocab * hidden) + bias, None
+
+
+def _architecture(data: Mapping[str, Any]) -> str:
+    """Return the class of the trained model; empty if the config names none."""
+    return str((data.get("architectures") or [""])[0])
 
 
 def _switched(kind: str, reader: _Reader) -> Family:

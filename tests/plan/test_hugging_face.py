@@ -75,6 +75,8 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bert-pretraining": ("bert", "BertForPreTraining", ENCODER),
     "bert-classes": ("bert", "BertForSequenceClassification", {**ENCODER, "num_labels": 4}),
     "bert-tokens": ("bert", "BertForTokenClassification", {**ENCODER, "num_labels": 9}),
+    "bert-choices": ("bert", "BertForMultipleChoice", ENCODER),
+    "bert-untied": ("bert", "BertForMaskedLM", {**ENCODER, "tie_word_embeddings": False}),
     "roberta": ("roberta", "RobertaForMaskedLM", ENCODER),
     "xlm-roberta": ("xlm-roberta", "XLMRobertaForSequenceClassification", ENCODER),
     "distilbert": ("distilbert", "DistilBertForMaskedLM", {}),
@@ -84,6 +86,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "T5ForConditionalGeneration",
         {"d_model": 512, "d_kv": 48, "num_layers": 3, "num_decoder_layers": 5, "feed_forward_proj": "gated-gelu"},
     ),
+    "t5-encoder": ("t5", "T5EncoderModel", {"d_model": 512, "num_layers": 6, "vocab_size": 8000}),
     "mt5": ("mt5", "MT5ForConditionalGeneration", {"d_model": 512, "num_layers": 4, "vocab_size": 8000}),
     "vit": ("vit", "ViTForImageClassification", {"num_labels": 1000}),
     "vit-large": ("vit", "ViTModel", {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16}),
@@ -254,6 +257,18 @@ SMALL_LLAMA = {
             "unknown method, 4 bits",
         ),
         ({"bits": "4", "quant_method": "gptq"}, "gptq, 4 bits"),
+        ({"w_bit": 4, "quant_method": "awq"}, "awq, 4 bits"),
+        (
+            {"config_groups": {"0": {"input_activations": {"num_bits": 8, "x": {}}, "weights": {"num_bits": 4}}}},
+            "unknown method, 4 bits",
+        ),
+        (
+            {"quant_method": "torchao", "quant_type": {"_type": "Int8DynamicActivationInt4WeightConfig"}},
+            "torchao, 4 bits",
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "NVFP4"}, "modelopt, 8 bits"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "modelopt, 4 bits"),
+        ({"load_in_4bit": False, "load_in_8bit": False, "quant_method": "bitsandbytes"}, ""),
         ({"quant_method": "bitnet"}, "bitnet"),
         (None, ""),
     ],
@@ -289,3 +304,12 @@ def test_frozen_weights_are_counted_in_the_bits_that_the_config_names(
     saved = frozen * (1 - bits_stored / 16)
     assert plan.subject.profile.params == pytest.approx(result.params - saved, abs=1)
     assert ("frozen parameters are counted so" in " ".join(plan.about)) == (bits is not None)
+
+
+def test_an_adapter_is_refused_with_its_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "big/model"}')
+    with pytest.raises(UsageError, match=r"of an adapter.*--model big/model.*--trainable-share"):
+        shape(tmp_path)
+    (tmp_path / "config.json").write_text('{"_class_name": "UNet2DConditionModel"}')
+    with pytest.raises(UsageError, match=r"of diffusers' UNet2DConditionModel.*--params"):
+        shape(tmp_path)
