@@ -52,6 +52,7 @@ EXIT_NO_READER = 1
 
 _SHORT_FILES_BYTES = 2**24
 """File size limit below which a failing command mentions the limit: databases and logs may be larger."""
+_STUDY_OPTIONS = ("--study", "--name", "--study-name")
 
 app = typer.Typer(
     name="optuna-dsat",
@@ -185,6 +186,16 @@ def _interrupt(number: int, _frame: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
+def _study_hint(error: TyperException, context: typer.Context) -> str:
+    """Return how a command is given a study, if an option that it does not have was to name one."""
+    if getattr(error, "option_name", None) not in _STUDY_OPTIONS:
+        return ""
+    if any("--study" in param.opts for param in context.command.params):
+        return " --study names the study."
+    takes = any(param.param_type_name == "argument" for param in context.command.params)
+    return f" The study is an argument: {context.command_path} STUDY." if takes else ""
+
+
 def _run(arguments: list[str]) -> NoReturn:
     """Run the command; exit as ``main``."""
     try:
@@ -202,7 +213,7 @@ def _run(arguments: list[str]) -> NoReturn:
         sys.exit(error.exit_code)
     except TyperException as error:
         context = getattr(error, "ctx", None)  # only usage errors have this attribute
-        remedy = "" if context is None else f" See {context.command_path} --help."
+        remedy = "" if context is None else f"{_study_hint(error, context)} See {context.command_path} --help."
         if error.format_message():  # empty if the help was shown instead
             from optuna_dsat.runtime.failure import rule_in_words
 

@@ -44,6 +44,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 CASES = {
+    "study-is-an-argument": (["best", "--study", "a"], "No such option: --study. The study is an argument: "),
+    "name-is-study": (["random", "--name", "a", "python", "train.py"], "No such option: --name"),
+    "unknown-option-with-a-value": (["random", "-o", "x.json", "--study", "a", "torchrun", "t.py"], "such option: -o"),
     "script-missing": (["random", "gone.py", "ds.json"], "gone.py does not exist"),
     "script-not-python": (["random", "broken.py", "ds.json"], "not Python (line 1)"),
     "script-is-a-config": (["random", "ds.json"], "The script ds.json is a config. Name the training script first"),

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from optuna_dsat.cli.parsing.catalogue import SEARCHES
+from optuna_dsat.cli.parsing.help import HELP_NAMES
 from optuna_dsat.cli.parsing.options_file import OPTIONS_ENV, file_of
 from optuna_dsat.cli.tables import notify
 from optuna_dsat.errors import UsageError
@@ -51,7 +52,7 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> Unfol
     own, words = rest[:end], rest[end:]
     if first == "--":
         words = words[1:]
-    if first is None or not words:
+    if first is None or not words or (first.startswith("-") and first != "--"):
         return Unfolded(arguments=argv)
     if is_experiment(words, cwd=cwd):
         known = frozenset(name for param in search.params if isinstance(param, TyperOption) for name in param.opts)
@@ -157,7 +158,10 @@ def _with_config(words: Sequence[str], params: Sequence[object]) -> list[str]:
 
 
 def _first_positional(argv: Sequence[str], params: Sequence[object]) -> tuple[int, str | None]:
-    """Return index and word of the first argument that is neither an option nor its value; None if there is none."""
+    """Return index and word of the first argument that is neither an option nor its value; None if there is none.
+
+    An unknown option counts as well: whether the next argument is its value is not known.
+    """
     options = {
         spelling: param
         for param in params
@@ -170,6 +174,9 @@ def _first_positional(argv: Sequence[str], params: Sequence[object]) -> tuple[in
         if word == "--" or not word.startswith("-"):
             return index, word
         option = options.get(word)
+        name = word.partition("=")[0] if word.startswith("--") else word[:2]
+        if name not in options and name not in HELP_NAMES:
+            return index, word
         index += 2 if option is not None and not option.is_flag and not option.count else 1
     return len(argv), None
 
