@@ -184,6 +184,10 @@ def guesses(
         follows = [BatchRule(kind="config", own=present or configured, rows=(own // configured, 1))]
     likely = [rule for rule in alike if rule.is_likely]
     unlikely = [rule for rule in alike if not rule.is_likely]
+    if own == present == configured:  # an option first: a script that follows the config may be given it as well
+        options = [rule for rule in likely if rule.kind == "option"]
+        others = [rule for rule in likely if rule.kind != "option"]
+        return [*options, *follows, *others, *unlikely][:_MOST_GUESSES] if likely else []
     if present is not None and own < present:  # no number in the script was used whole
         return [*likely, *follows, *unlikely][:_MOST_GUESSES]
     return [*[*named, *likely, *smaller, *other, *unlikely][: _MOST_GUESSES - len(follows)], *follows]

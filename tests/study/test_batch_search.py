@@ -28,7 +28,7 @@ MAPPED = {"script": "/x/train.py", "cwd": "/x", "config_path": "/x/ds.json", "ar
 class Record:
     """A profile launch that fed the engine batches of one size, and noted nothing of where it comes from."""
 
-    batch_sources = None
+    batch_sources = trainer = None
     sizes: tuple[int, ...] = ()
 
     class engine:  # noqa: N801 - stands in for an event
@@ -220,6 +220,45 @@ def test_rows_per_sample_are_proven_by_a_second_size(
         return
     rule = found()
     assert (None if rule is None else (rule.kind, rule.own, rule.rows)) == expected
+
+
+@pytest.mark.parametrize("own", [1, 4])
+@pytest.mark.parametrize(
+    ("fed", "room", "expected", "launches"),
+    [
+        (lambda options, _: options["--bs"], 99, "--bs", 1),
+        (lambda options, _: options["--bs"], 0, "--bs", 1),
+        (lambda options, _: options["--size"], 99, "--size", 3),
+        (lambda _, config: config, 99, None, 1),
+        (lambda _, config: config, 0, None, 1),
+    ],
+    ids=["option", "option, out of memory", "option of another name", "config", "config, out of memory"],
+)
+def test_a_size_that_coincides_with_the_config_is_proven_at_another(
+    bench: StudyBench, own: int, fed: Any, room: int, expected: str | None, launches: int
+) -> None:
+    options = {"--bs": own} if expected == "--bs" else {"--size": own}
+    loader = {"file": "/x/train.py", "line": 3, "batch_size": own, "samples": 99, "trains": True}
+    launched: list[str] = []
+
+    class Fed(Record):
+        batch_sources: Any = BatchSourcesFound(rank=0, time=1.0, options=options, loaders=[loader])
+        outcome = Outcome.MEASURED
+
+    def launch(request: LaunchRequest) -> Any:
+        launched.append(request.launch_id)
+        size = request.overlay[MICRO_BATCH]
+        words = map_arguments((), request.command.arg_mappings, {MICRO_BATCH: size}, world_size=1)
+        given = {name: int(value) for name, value in zip(words[::2], words[1::2], strict=True)}
+        proof = Fed(fed({**options, **given}, size))
+        if size > room:
+            proof.outcome = Outcome.OUT_OF_MEMORY
+        return proof, proof
+
+    record: Any = Fed(own)
+    rule = batch_search.find_batch_rule(bench.spec(), launch, record, overlay=batch_overlay(own), present=own)
+    assert (None if rule is None else rule.option) == expected
+    assert len(launched) == (2 if room == 0 and own == 4 else launches)
 
 
 @dataclass

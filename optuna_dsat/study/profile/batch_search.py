@@ -40,6 +40,8 @@ def find_batch_rule(
 ) -> BatchRule | None:
     """Return the rule that sets the script's batch size; None if it already follows the DeepSpeed config, row by row.
 
+    A launch at the script's own size does not show this: a launch at another size must.
+
     Two launches reveal rows per sample (views, pairs, groups): the engine's input rows have the same ratio to the
     micro-batch in both. For an option that the user mapped, only its rows per sample are detected.
 
@@ -48,7 +50,11 @@ def find_batch_rule(
     """
     configured = int(overlay[ds_config.MICRO_BATCH])
     own, sources, engine = record.observed_micro_batch, record.batch_sources, record.engine
-    if engine is None or own == configured or (engine.pipeline and own is None):
+    mapped = [spec.script.arg_mappings[key] for key in _BATCHES if key in spec.script.arg_mappings]
+    is_followed = bool(mapped) or ds_config.MICRO_BATCH in (spec.fix or {}) or record.trainer is not None
+    coincides = own == configured == present and not is_followed
+    """Whether the script's own size was launched, so that it is unknown whether it follows the config."""
+    if engine is None or (own == configured and not coincides) or (engine.pipeline and own is None):
         return None
     if own is None:  # nothing was seen: what cannot be counted must not change
         return held(configured if ds_config.MICRO_BATCH in (spec.fix or {}) else present)
@@ -57,8 +63,7 @@ def find_batch_rule(
         return varying(configured if ds_config.MICRO_BATCH in (spec.fix or {}) else present, sizes=sizes)
     ranks = engine.data_parallel_size
     if sources is None or not spec.follow_batch:
-        return held(own, found=sources, present=present, ranks=ranks)
-    mapped = [spec.script.arg_mappings[key] for key in _BATCHES if key in spec.script.arg_mappings]
+        return None if coincides else held(own, found=sources, present=present, ranks=ranks)
     fed: dict[int, int] = {configured: own}
     """Micro-batch of a launch -> rows that its engine was fed."""
 
@@ -83,8 +88,10 @@ def find_batch_rule(
             own=configured if guess.kind == "config" else guess.own,
             holds=partial(holds, guess=guess),
         )
-        if proven:
-            return guess
+        if proven or (proven is None and coincides):
+            return None if coincides and guess.kind == "config" else guess
+    if coincides and len(fed) == 1:
+        return None
     if mapped and len(set(fed.values())) == 1 < len(fed):
         raise UsageError(
             f"{' and '.join(mapped)} does not set the script's batch size: the engine was fed {own} rows at a "
@@ -188,10 +195,11 @@ def _is_proven(
     overlay: Mapping[str, Any],
     own: int,
     holds: Callable[[LaunchRecord, int], bool],
-) -> bool:
+) -> bool | None:
     """Whether a launch at another micro-batch than the script's ``own`` shows, by ``holds``, that it follows.
 
-    ``spec`` has the candidate rules for the batch size; the ZeRO settings of ``overlay`` are known to fit.
+    None if no other micro-batch fits. ``spec`` has the candidate rules for the batch size; the ZeRO settings of
+    ``overlay`` are known to fit.
     """
     for size in (2 * own, own // 2):  # half if twice as much does not fit
         if size == 0:
@@ -209,4 +217,4 @@ def _is_proven(
             return True
         if not report.outcome.infeasible:
             return False
-    return False
+    return None
