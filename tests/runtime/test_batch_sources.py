@@ -347,6 +347,24 @@ def test_samples_packed_into_a_row_are_counted_by_the_loaders_batch_size(samples
     assert size.samples == expected
 
 
+class Graphs:
+    """A batch of the script's own class."""
+
+    def __init__(self, samples: list[torch.Tensor]) -> None:
+        self.nodes = torch.cat(samples)
+
+
+@pytest.mark.parametrize("collate", [torch.cat, Graphs])
+def test_a_batch_whose_rows_are_not_samples_has_the_loaders_batch_size(collate: Any) -> None:
+    made = sources()
+    data: Any = [torch.zeros(length, 3) for length in (5, 6, 7, 8, 3, 5)]
+    counter = sample_counter(lambda: made.numbers({1}))
+    sizes = [counter(batch) for batch in DataLoader(data, 2, collate_fn=collate)]
+    assert [size.samples for size in sizes if size is not None] == [2, 2, 2]
+    views = [counter(batch) for batch in DataLoader([torch.zeros(2, 3)] * 4, 2, collate_fn=torch.cat)]  # type: ignore
+    assert [size.samples for size in views if size is not None] == [4, 4]
+
+
 def test_the_last_batch_of_a_sample_and_a_loader_of_single_samples_pack_nothing() -> None:
     made = sources()
     data = [torch.zeros(7, dtype=torch.long) for _ in range(5)]

@@ -64,6 +64,14 @@ def test_a_pipeline_that_is_fed_by_the_scripts_own_iterator_is_compared_too(
     assert (None if rule is None else rule.own) == kept
 
 
+def test_a_mapped_option_is_followed_where_no_inputs_are_seen(bench: StudyBench) -> None:
+    """The message that no option was found recommends to map one."""
+    record: Any = Record(None)
+    launcher: Any = None
+    spec = bench.spec(script=MAPPED)
+    assert batch_search.find_batch_rule(spec, launcher, record, overlay={MICRO_BATCH: 1}, present=8) is None
+
+
 def test_batches_that_differ_in_size_are_the_scripts_own_at_the_users_micro_batch(bench: StudyBench) -> None:
     record: Any = Record(9)
     record.sizes = (9, 8, 25)

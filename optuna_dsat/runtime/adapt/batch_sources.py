@@ -69,7 +69,7 @@ class BatchSources:
         self._loaded: int | None = None
         """Batch size of the loader that yielded last; None if unknown."""
         self._packed: int | None = None
-        """Samples that it packs into a single row, as flash attention takes them; None for other batches."""
+        """Samples of its batch, if its rows are not samples (texts packed for flash attention, nodes of graphs)."""
         self._settings: dict[tuple[str, str], int] = {}
         self._arguments: list[str] | None = None
         self._texts: dict[str, str] = {}
@@ -198,7 +198,7 @@ class BatchSources:
 
             def yielded(batch: Any) -> None:
                 rows, scale = leading_dimension(batch), self._scale_of(noted)
-                size = None if noted is None or rows is None else noted.batch_size
+                size = None if noted is None else noted.batch_size
                 self._loaded = None if size is None else int(size * scale)
                 self._packed = None if noted is None else noted.packed(rows, scale=scale)
 
@@ -236,7 +236,7 @@ class _Loader:
         self._made_with: int | None = None
         """Samples of a batch that it was made with, the launch's micro-batch or ``batch_size``."""
         self._packs: bool | None = None
-        """Whether a batch is a single row with all its samples; None if unknown."""
+        """Whether the rows of a batch are not its samples: one row, or no multiple of them; None if unknown."""
         self.samples: int | None = None
         """Samples per rank and epoch; None if the dataset has no length, or yields batches."""
         self.loads_all = False
@@ -267,14 +267,14 @@ class _Loader:
         return args, kwargs
 
     def packed(self, rows: int | None, *, scale: Fraction) -> int | None:
-        """Return the samples that a batch packs into a single row; None if it does not, or is a short last batch.
+        """Return the samples of a batch whose rows are not samples; None for other batches, and a short last batch.
 
         ``scale`` is the batch size relative to the launch's: once that was changed, batches of both are on the way.
         """
         if self._made_with is None or rows is None:
             return None
-        if rows > 1:
-            self._packs = False
+        if self._packs is None and rows > 1:
+            self._packs = scale == 1 and rows > self._made_with and rows % self._made_with > 0
         elif self._packs is None and scale == 1 < self._made_with:
             self._packs = self.samples is None or self.samples >= self._made_with
         return int(self._made_with * scale) if self._packs else None

@@ -89,26 +89,27 @@ class BatchNumbers:
     loaded: int | None
     """Batch size of the data loader that yielded the current batch; None if unknown."""
     packed: int | None = None
-    """Samples that the loader packs into a single row; None for other batches."""
+    """Samples of the loader's current batch, if its rows are not samples; None for other batches."""
 
 
 def sample_counter(
     numbers: Callable[[], BatchNumbers], *, rows: Sequence[int] = (1, 1)
 ) -> Callable[[Any], InputSize | None]:
-    """Return a function that computes the size of a forward pass's inputs, or returns None without tensors.
+    """Return a function that computes the size of a forward pass's inputs.
 
+    Inputs without tensors, such as objects of the script's own classes, have the loader's batch size, or None.
     ``numbers`` returns the currently known batch sizes. ``rows`` are rows of the model's input, and the number of
     samples in them: (2, 1) for pairs.
     """
 
     def counted(batch: Any) -> InputSize | None:
-        size = size_of(batch)
+        size, known = size_of(batch), numbers()
         if size is None:
-            return None
-        known, tensor = numbers(), _shaped(batch)[0]
+            return None if known.loaded is None else InputSize(samples=known.loaded)
+        tensor = _shaped(batch)[0]
         count, sizes = size.samples, known.configured | known.named | {known.loaded}
         is_sequence = len(tensor.shape) == 3 and "float" in str(getattr(tensor, "dtype", ""))
-        if known.packed is not None and count == 1:
+        if known.packed is not None and count not in sizes - {1}:
             count = known.packed
         elif (is_sequence or _holds_tokens(tensor)) and count not in sizes and int(tensor.shape[1]) in sizes - {1}:
             count = int(tensor.shape[1])

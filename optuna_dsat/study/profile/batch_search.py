@@ -54,7 +54,7 @@ def find_batch_rule(
     is_followed = bool(mapped) or ds_config.MICRO_BATCH in (spec.fix or {}) or record.trainer is not None
     coincides = own == configured == present and not is_followed
     """Whether the script's own size was launched, so that it is unknown whether it follows the config."""
-    if engine is None or (own == configured and not coincides) or (engine.pipeline and own is None):
+    if engine is None or (own == configured and not coincides) or (own is None and (engine.pipeline or mapped)):
         return None
     if own is None:  # nothing was seen: what cannot be counted must not change
         return held(configured if ds_config.MICRO_BATCH in (spec.fix or {}) else present)
