@@ -149,7 +149,7 @@ def differences_in_words(differences: Mapping[str, Sequence[Any]], *, file: str)
         differences: ``EngineReady.config_differences``: dotted key -> (the script's value, the file's).
         file: Name of the file.
     """
-    words = {key: values for key, values in differences.items() if key not in _LIBRARYS_OWN}
+    words = {key: values for key, values in differences.items() if key not in _LIBRARYS_OWN and values[0] != values[1]}
     if not words:
         return ""
     parts = [

@@ -62,7 +62,7 @@ def config_differences(
     Scripts that read the user's file get the launch's file, so a value that equals either is not a difference, nor is
     DeepSpeed's default for a key missing in the file. ``"auto"`` equals any value, but for searched settings the filled
     in value is reported. A list of values to try equals each member. Batch sizes are normalized to micro-batch and
-    accumulation before the comparison.
+    accumulation before the comparison. Accumulation steps that a script sets itself are reported, even as in the file.
 
     ``script`` is the config that the script passed, before the overlay; ``launch`` is the user's with the overlay.
     Values of the keys in ``own`` are known to come from the script, also where the user's file contains ``"auto"``.
@@ -82,6 +82,8 @@ def config_differences(
             launched = None if launched == _AUTO else launched
         if user_value is None and value is not None and value == _DEFAULTS.get(key):
             continue
+        if key == GRADIENT_ACCUMULATION and value == user_value != launched:
+            differences[key] = [value, value]
         if not _agree(value, user_value) and (is_own or not _agree(value, launched)):
             differences[key] = [value, flat_user.get(key)]
     return differences

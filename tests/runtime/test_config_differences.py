@@ -76,6 +76,15 @@ def test_what_differs_from_both_is_told_with_both_values(changes: dict[str, Any]
     assert differences({**USER, **changes}) == found
 
 
+def test_accumulation_steps_that_a_script_sets_itself_are_reported_where_they_equal_the_files() -> None:
+    """Its own command does not train with other steps in the file."""
+    launch = {**LAUNCH, "gradient_accumulation_steps": 1}
+    found = config_differences(USER, user=USER, launch=launch, world_size=2)
+    assert found == {"gradient_accumulation_steps": [2, 2]}
+    assert differences_in_words(found, file="ds.json") == ""
+    assert config_differences(launch, user=USER, launch=launch, world_size=2) == {}
+
+
 def test_what_a_library_sets_by_itself_is_not_worth_a_word() -> None:
     assert differences_in_words({"zero_allow_untested_optimizer": [True, None]}, file="ds.json") == ""
     words = differences_in_words({"a": [1, None], "zero_allow_untested_optimizer": [True, None]}, file="ds.json")

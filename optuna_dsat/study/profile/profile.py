@@ -216,7 +216,9 @@ def measure_profile(
 def _steps_may_follow(spec: StudySpec, record: LaunchRecord) -> bool:
     """Detect accumulation steps that the script may have computed from the launch's micro-batch and a global batch."""
     mapped = ds_config.MICRO_BATCH in spec.script.arg_mappings or ds_config.TRAIN_BATCH in spec.script.arg_mappings
-    return mapped and record.engine is not None and ds_config.GRADIENT_ACCUMULATION in record.engine.config_differences
+    known = {} if record.engine is None else record.engine.config_differences
+    steps, in_file = known.get(ds_config.GRADIENT_ACCUMULATION, (None, None))
+    return mapped and steps != in_file
 
 
 def _request(spec: StudySpec, attempt: ProfileAttempt, *, number: int) -> LaunchRequest:

@@ -66,7 +66,7 @@ class Profiled(Record):
     loads_all: bool = False
     """Whether these samples are all of the script's data set, which each rank loads as a whole."""
     config_differences: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """Dotted key of the DeepSpeed config -> (the script's value, the file's) where they differ."""
+    """Dotted key of the DeepSpeed config -> (the script's value, the file's) where the script sets it."""
     option_defaults: Mapping[str, int] = field(default_factory=dict)
     """Option of the script that the user mapped to a batch size -> its default."""
     stage_option: str = ""
