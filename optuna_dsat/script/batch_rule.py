@@ -166,6 +166,9 @@ def guesses(
     """
     as_config = [] if present is None or present == own else _of_size(sources, present, fed=own, ranks=ranks)
     named = [rule for rule in as_config if _names_it(rule)]
+    # A number that equals the rows is rather their number than a global batch of samples with several rows.
+    doubtful = [rule for rule in named if rule.counts == TRAIN_BATCH and rule.own * ranks == own]
+    named = [rule for rule in named if rule not in doubtful]
     other = [
         rule
         for rule in as_config
@@ -190,7 +193,7 @@ def guesses(
         return [*options, *follows, *others, *unlikely][:_MOST_GUESSES] if likely else []
     if present is not None and own < present:  # no number in the script was used whole
         return [*likely, *follows, *unlikely][:_MOST_GUESSES]
-    return [*[*named, *likely, *smaller, *other, *unlikely][: _MOST_GUESSES - len(follows)], *follows]
+    return [*[*named, *likely, *doubtful, *smaller, *other, *unlikely][: _MOST_GUESSES - len(follows)], *follows]
 
 
 def _names_it(rule: BatchRule) -> bool:

@@ -5,7 +5,7 @@ import json
 import os
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -354,10 +354,17 @@ class Graphs:
         self.nodes = torch.cat(samples)
 
 
-@pytest.mark.parametrize("collate", [torch.cat, Graphs])
-def test_a_batch_whose_rows_are_not_samples_has_the_loaders_batch_size(collate: Any) -> None:
+def with_labels(samples: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.cat(samples), torch.zeros(len(samples))
+
+
+@pytest.mark.parametrize(
+    ("collate", "lengths"),
+    [(torch.cat, (5, 6, 7, 8, 3, 5)), (Graphs, (5, 6, 7, 8, 3, 5)), (with_labels, (5, 5, 7, 8, 3, 5))],
+)
+def test_a_batch_whose_rows_are_not_samples_has_the_loaders_batch_size(collate: Any, lengths: Sequence[int]) -> None:
     made = sources()
-    data: Any = [torch.zeros(length, 3) for length in (5, 6, 7, 8, 3, 5)]
+    data: Any = [torch.zeros(length, 3) for length in lengths]
     counter = sample_counter(lambda: made.numbers({1}))
     sizes = [counter(batch) for batch in DataLoader(data, 2, collate_fn=collate)]
     assert [size.samples for size in sizes if size is not None] == [2, 2, 2]

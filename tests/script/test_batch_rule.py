@@ -32,6 +32,11 @@ def test_an_option_may_count_the_samples_of_all_ranks() -> None:
     assert guesses(found(options={"--batch": 8}), own=4, ranks=1) == []
 
 
+def test_an_option_with_the_number_of_rows_is_the_micro_batch_rather_than_a_global_batch_of_pairs() -> None:
+    first, *_ = guesses(found(options={"--batch-size": 8}), own=8, ranks=2, present=4, configured=1)
+    assert (first.own, first.counts, first.rows) == (8, MICRO_BATCH, (1, 1))
+
+
 @pytest.mark.parametrize("name", ["--bptt", "--seq-len", "--max_length", "model.block_size=", "--context"])
 def test_a_length_is_no_batch_size(name: str) -> None:
     assert guesses(found(options={name: 4}), own=4, ranks=1) == []

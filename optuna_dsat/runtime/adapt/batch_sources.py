@@ -24,7 +24,7 @@ from optuna_dsat.runtime.adapt.regroup import RegroupedBatches, RegroupedIndices
 from optuna_dsat.runtime.events import BatchSourcesFound
 from optuna_dsat.runtime.files import read_regular
 from optuna_dsat.runtime.imports import patch
-from optuna_dsat.runtime.measure.inputs import BatchNumbers, leading_dimension
+from optuna_dsat.runtime.measure.inputs import BatchNumbers, shaped_tensors
 from optuna_dsat.runtime.user_code import Place, is_installed, is_size, place_of
 
 _MOST = 400
@@ -197,8 +197,8 @@ class BatchSources:
             noted = loader.__dict__.get("_optuna_dsat")
 
             def yielded(batch: Any) -> None:
-                rows, scale = leading_dimension(batch), self._scale_of(noted)
-                size = None if noted is None else noted.batch_size
+                rows, scale = [int(tensor.shape[0]) for tensor in shaped_tensors(batch)], self._scale_of(noted)
+                size = None if noted is None else noted.made_with
                 self._loaded = None if size is None else int(size * scale)
                 self._packed = None if noted is None else noted.packed(rows, scale=scale)
 
@@ -233,7 +233,7 @@ class _Loader:
         self.place = place
         self.batch_size: int | None = None
         """Samples of a batch in the script; None if the dataset yields batches."""
-        self._made_with: int | None = None
+        self.made_with: int | None = None
         """Samples of a batch that it was made with, the launch's micro-batch or ``batch_size``."""
         self._packs: bool | None = None
         """Whether the rows of a batch are not its samples: one row, or no multiple of them; None if unknown."""
@@ -254,10 +254,10 @@ class _Loader:
         given = kwargs.get("batch_size", args[1] if len(args) > 1 else 1)
         if sampler is not None:
             given = getattr(sampler, "batch_size", None)
-        self.batch_size = self._made_with = given if is_size(given) else None
+        self.batch_size = self.made_with = given if is_size(given) else None
         if own is None or micro_batch is None or self.batch_size != own:
             return args, kwargs
-        self._made_with = micro_batch
+        self.made_with = micro_batch
         if sampler is not None:
             sampler.batch_size = micro_batch
         elif "batch_size" in kwargs or len(args) <= 1:
@@ -266,18 +266,21 @@ class _Loader:
             args = (args[0], micro_batch, *args[2:])
         return args, kwargs
 
-    def packed(self, rows: int | None, *, scale: Fraction) -> int | None:
+    def packed(self, sizes: Sequence[int], *, scale: Fraction) -> int | None:
         """Return the samples of a batch whose rows are not samples; None for other batches, and a short last batch.
 
+        ``sizes`` are the leading dimensions of its tensors: the rows, and perhaps labels or cumulative lengths.
         ``scale`` is the batch size relative to the launch's: once that was changed, batches of both are on the way.
         """
-        if self._made_with is None or rows is None:
+        made_with, rows = self.made_with, next(iter(sizes), None)
+        if made_with is None or rows is None:
             return None
         if self._packs is None and rows > 1:
-            self._packs = scale == 1 and rows > self._made_with and rows % self._made_with > 0
-        elif self._packs is None and scale == 1 < self._made_with:
-            self._packs = self.samples is None or self.samples >= self._made_with
-        return int(self._made_with * scale) if self._packs else None
+            is_other = rows % made_with > 0 or made_with in sizes or made_with + 1 in sizes
+            self._packs = scale == 1 < made_with < rows and is_other
+        elif self._packs is None and scale == 1 < made_with:
+            self._packs = self.samples is None or self.samples >= made_with
+        return int(made_with * scale) if self._packs else None
 
     def measure(self, loader: Any) -> None:
         """Record the batches that workers prefetch, and the samples per rank and epoch unless the dataset batches."""

@@ -34,7 +34,7 @@ class InputSize:
 
 def size_of(batch: Any) -> InputSize | None:
     """Return the size of a batch; None without tensors."""
-    tensors = _shaped(batch)
+    tensors = shaped_tensors(batch)
     if not tensors:
         return None
     tokens = [tensor for tensor in tensors if _holds_tokens(tensor)]
@@ -53,7 +53,8 @@ def leading_dimension(batch: Any) -> int | None:
     return None if size is None else size.samples
 
 
-def _shaped(batch: Any) -> list[Any]:
+def shaped_tensors(batch: Any) -> list[Any]:
+    """Return the tensors in a batch that have a leading dimension."""
     return [tensor for tensor in tensors_of(batch) if len(tensor.shape) > 0]
 
 
@@ -106,10 +107,10 @@ def sample_counter(
         size, known = size_of(batch), numbers()
         if size is None:
             return None if known.loaded is None else InputSize(samples=known.loaded)
-        tensor = _shaped(batch)[0]
+        tensor = shaped_tensors(batch)[0]
         count, sizes = size.samples, known.configured | known.named | {known.loaded}
         is_sequence = len(tensor.shape) == 3 and "float" in str(getattr(tensor, "dtype", ""))
-        if known.packed is not None and count not in sizes - {1}:
+        if known.packed is not None and count not in sizes - {1} and rows[0] == rows[1]:
             count = known.packed
         elif (is_sequence or _holds_tokens(tensor)) and count not in sizes and int(tensor.shape[1]) in sizes - {1}:
             count = int(tensor.shape[1])
