@@ -6,6 +6,7 @@ import os
 import sys
 import types
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -370,6 +371,24 @@ def test_a_batch_whose_rows_are_not_samples_has_the_loaders_batch_size(collate: 
     assert [size.samples for size in sizes if size is not None] == [2, 2, 2]
     views = [counter(batch) for batch in DataLoader([torch.zeros(2, 3)] * 4, 2, collate_fn=torch.cat)]  # type: ignore
     assert [size.samples for size in views if size is not None] == [4, 4]
+
+
+def test_batches_prefetched_before_a_change_are_counted_in_their_size() -> None:
+    fed = Fed()
+    made = sources(fed=fed)
+    counter = sample_counter(lambda: made.numbers({1}))
+    loader = DataLoader([torch.zeros(3, 3)] * 60, 2, collate_fn=Graphs, num_workers=1)  # type: ignore[arg-type]
+    counted = []
+    for number, batch in enumerate(loader):
+        size = counter(batch)
+        assert size is not None
+        counted.append((size.samples, len(batch.nodes)))
+        fed.count += 1
+        if number == 3:
+            assert made.rescale(Fraction(2)) > 2
+        if number == 9:
+            break
+    assert counted == [(2, 6)] * 6 + [(4, 12)] * 4
 
 
 def test_the_last_batch_of_a_sample_and_a_loader_of_single_samples_pack_nothing() -> None:

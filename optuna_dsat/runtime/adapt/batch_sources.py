@@ -197,10 +197,12 @@ class BatchSources:
             noted = loader.__dict__.get("_optuna_dsat")
 
             def yielded(batch: Any) -> None:
-                rows, scale = [int(tensor.shape[0]) for tensor in shaped_tensors(batch)], self._scale_of(noted)
-                size = None if noted is None else noted.made_with
-                self._loaded = None if size is None else int(size * scale)
-                self._packed = None if noted is None else noted.packed(rows, scale=scale)
+                self._loaded = self._packed = None
+                if noted is not None and noted.made_with is not None:
+                    scale = noted.arrived(self._scale_of(noted))
+                    self._loaded = int(noted.made_with * scale)
+                    rows = [int(tensor.shape[0]) for tensor in shaped_tensors(batch)]
+                    self._packed = self._loaded if noted.packs(rows, scale=scale) else None
 
             def begin() -> Any:
                 batches = original(loader)
@@ -245,6 +247,18 @@ class _Loader:
         """Whether the engine received inputs during the iteration."""
         self.prefetched = 0
         """Batches that its workers have ready or in preparation."""
+        self._scale = self._next_scale = Fraction(1)
+        self._earlier = 0
+        """Batches to come of ``_scale``, before those of ``_next_scale``."""
+
+    def arrived(self, scale: Fraction) -> Fraction:
+        """Return the scale of the batch that it has yielded; prefetched batches have the one before ``scale``."""
+        if scale != self._next_scale:
+            self._next_scale, self._earlier = scale, self.prefetched
+        if not self._earlier:
+            self._scale = scale
+        self._earlier = max(0, self._earlier - 1)
+        return self._scale
 
     def sized(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, own: int | None, micro_batch: int | None
@@ -266,21 +280,21 @@ class _Loader:
             args = (args[0], micro_batch, *args[2:])
         return args, kwargs
 
-    def packed(self, sizes: Sequence[int], *, scale: Fraction) -> int | None:
-        """Return the samples of a batch whose rows are not samples; None for other batches, and a short last batch.
+    def packs(self, sizes: Sequence[int], *, scale: Fraction) -> bool:
+        """Return whether the rows of a batch are not its samples; not of a short last batch.
 
         ``sizes`` are the leading dimensions of its tensors: the rows, and perhaps labels or cumulative lengths.
-        ``scale`` is the batch size relative to the launch's: once that was changed, batches of both are on the way.
+        ``scale`` is the batch size relative to the launch's.
         """
         made_with, rows = self.made_with, next(iter(sizes), None)
         if made_with is None or rows is None:
-            return None
+            return False
         if self._packs is None and rows > 1:
             is_other = rows % made_with > 0 or made_with in sizes or made_with + 1 in sizes
             self._packs = scale == 1 < made_with < rows and is_other
         elif self._packs is None and scale == 1 < made_with:
             self._packs = self.samples is None or self.samples >= made_with
-        return int(made_with * scale) if self._packs else None
+        return bool(self._packs)
 
     def measure(self, loader: Any) -> None:
         """Record the batches that workers prefetch, and the samples per rank and epoch unless the dataset batches."""

@@ -110,7 +110,7 @@ def sample_counter(
         tensor = shaped_tensors(batch)[0]
         count, sizes = size.samples, known.configured | known.named | {known.loaded}
         is_sequence = len(tensor.shape) == 3 and "float" in str(getattr(tensor, "dtype", ""))
-        if known.packed is not None and count not in sizes - {1} and rows[0] == rows[1]:
+        if known.packed is not None and rows[0] == rows[1]:
             count = known.packed
         elif (is_sequence or _holds_tokens(tensor)) and count not in sizes and int(tensor.shape[1]) in sizes - {1}:
             count = int(tensor.shape[1])
