@@ -114,6 +114,16 @@ def test_a_file_that_omegaconf_reads_is_a_settings_file(watch: Any, tmp_path: Pa
     assert (rule.kind, rule.key, rule.file) == ("setting", "train.batch_size", str(tmp_path / "run.yaml"))
 
 
+def test_an_argument_that_overrides_a_settings_file_comes_before_it(watch: Any, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("train: {batch_size: 6}\n")
+    made = watch("yaml", arguments=["train.batch_size=6", "name=a", "steps=0", "--lr=1"])
+    with (tmp_path / "run.yaml").open() as file:
+        importlib.import_module("yaml").safe_load(file)
+    assert made.event(rank=0).options == {"train.batch_size=": 6}
+    first, second = guesses(made.event(rank=0), own=6, ranks=1)
+    assert (first.option, second.key) == ("train.batch_size=", "train.batch_size")
+
+
 @pytest.mark.parametrize("imported", [False, True], ids=["as it is imported", "imported before"])
 def test_hydra_writes_its_runs_below_the_launch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, imported: bool

@@ -102,7 +102,7 @@ class BatchSources:
         return BatchSourcesFound(
             rank=rank,
             time=time.time(),
-            options=dict(list(self._parsers.options.items())[:_MOST]),
+            options=dict(list(self._parsers.numbers().items())[:_MOST]),
             defaults=dict(list(self._parsers.defaults.items())[:_MOST]),
             choices=self._parsers.choices,
             settings=[
@@ -116,7 +116,7 @@ class BatchSources:
     def numbers(self, configured: Set[int]) -> BatchNumbers:
         """Return the numbers known so far to be batch sizes."""
         settings = [(key, value) for (_, key), value in self._settings.items()]
-        named = {value for name, value in [*self._parsers.options.items(), *settings] if names_training_batch(name)}
+        named = {value for name, value in [*self._parsers.numbers().items(), *settings] if names_training_batch(name)}
         return BatchNumbers(configured=configured, named=named, loaded=self._loaded, packed=self._packed)
 
     def rescale(self, ratio: Fraction) -> int:

@@ -67,6 +67,12 @@ class ParserWatch:
         self.choices: dict[str, list[int]] = {}
         """Option that may be the ZeRO stage -> stages that it lists as choices."""
 
+    def numbers(self) -> dict[str, int]:
+        """Return ``options`` and the arguments ``key=value``, which scripts parse themselves or by OmegaConf."""
+        words = (arg.partition("=") for arg in sys.argv[1:] if not arg.startswith(("-", "+")))
+        overrides = {f"{key}=": int(value) for key, _, value in words if key and value.isdecimal()}
+        return self.options | {key: value for key, value in overrides.items() if is_size(value)}
+
     def install(self) -> None:
         """Start recording values parsed by argparse; other libraries are patched on import (``callbacks``)."""
 
