@@ -152,7 +152,7 @@ class Profiled(Record):
         ``settings_written``: as in ``trains_by_command``.
         """
         edits = self._edits(config, settings_written=settings_written)
-        names = [f"Without `optuna-dsat train`, change the script: {edits}"] if edits else []
+        names = [f"Without `optuna-dsat train`, give the script this config. {edits}"] if edits else []
         if self.trains_alike_with_zero and config.get("zero_allow_untested_optimizer") is True:
             names.append(
                 f"The config allows ZeRO with {self.profile.optimizer}, which DeepSpeed does not list as tested with "
