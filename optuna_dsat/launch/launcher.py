@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -51,6 +52,9 @@ _NOT_OF_THE_CONFIGURATION = frozenset(
 
 _BY_CHANCE = frozenset({Outcome.COMMUNICATION_ERROR, Outcome.STALLED})
 """Outcomes that, after steps with its settings, do not show that a script does not follow settings."""
+
+_OF_BATCHES = re.compile("batch|tensors")
+"""Matches failures that a micro-batch explains better than accumulation steps."""
 
 _POLL_PAUSE_S = 0.02
 """Longest pause between two looks at the launches."""
@@ -356,13 +360,14 @@ class TorchrunLauncher:
 
     def _learn_limit(self, changes: Mapping[str, Any], why: str) -> None:
         """Stop changing the setting in running engines that most likely made a continued launch fail."""
-        key = next((key for key in (GRADIENT_ACCUMULATION, MICRO_BATCH) if key in changes), None)
+        keys = (MICRO_BATCH, GRADIENT_ACCUMULATION) if _OF_BATCHES.search(why) else (GRADIENT_ACCUMULATION, MICRO_BATCH)
+        key = next((key for key in keys if key in changes), None)
         what = "" if key is None else f" with another {key}"
         if key is None:
             self._continues = False
         else:
             self._not_followed.add(key)
-        self._notify(f"Trials{what} are launched one by one, as a running engine did not take one on: {why}.")
+        self._notify(f"Trials{what} are launched one by one, as a running engine did not follow: {why}.")
 
     def _note_start(self, launch: Launch) -> None:
         if launch.log.first_step is not None and not launch.root:

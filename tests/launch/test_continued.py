@@ -165,7 +165,7 @@ def test_a_script_with_labels_outside_of_the_model_is_launched_for_each_size(run
 
 def test_a_script_that_does_not_follow_is_launched_afresh(run: Run, notices: list[str]) -> None:
     run("first", "--data", "fixed")
-    refused, _ = run("second", "--data", "fixed", size=8)
+    refused, _ = run("second", "--data", "fixed", size=8, config={"gradient_accumulation_steps": 2})
     assert refused.afresh
     assert refused.outcome is Outcome.SCRIPT_ERROR
     again, steps = run("again", "--data", "fixed", size=8)

@@ -48,8 +48,8 @@ def test_a_shell_script_comes_to_its_first_launch(folder: Path) -> None:
         script="train.py", args=("--lr", "3"), ranks=2, gpus="1", environment={"MODEL": "tiny"}, is_wrapped=True
     )
     assert notices == [
-        "Running `bash train.sh` up to the launch of a training, which is read and not started. Until then it writes to "
-        "your files as it always does.",
+        "Running `bash train.sh` up to the launch of a training, which is read and not started. Until then it writes "
+        "to your files as it always does.",
         f"It launches `{TORCHRUN}`.",
     ]
     assert not (folder / "afterwards").exists()

@@ -196,8 +196,8 @@ def intercept(
     line = f"`{shlex.join(without_secrets(words))}`"
     if launcher is None:
         on_notice(
-            f"Running {line} up to the launch of a training, which is read and not started. Until then it writes to your "
-            "files as it always does."
+            f"Running {line} up to the launch of a training, which is read and not started. Until then it writes to "
+            "your files as it always does."
         )
     with tempfile.TemporaryDirectory(prefix="optuna-dsat-launch-") as made:
         folder = Path(made)
