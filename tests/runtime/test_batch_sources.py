@@ -38,6 +38,7 @@ def libraries_stay_as_they_are() -> Iterator[None]:
         (argparse.ArgumentParser, "parse_known_args"),
         (DataLoader, "__init__"),
         (DataLoader, "__iter__"),
+        (DataLoader, "_index_sampler"),
     ]
     places += [
         (json, "load"),
@@ -371,6 +372,16 @@ def test_a_batch_whose_rows_are_not_samples_has_the_loaders_batch_size(collate: 
     assert [size.samples for size in sizes if size is not None] == [2, 2, 2]
     views = [counter(batch) for batch in DataLoader([torch.zeros(2, 3)] * 4, 2, collate_fn=torch.cat)]  # type: ignore
     assert [size.samples for size in views if size is not None] == [4, 4]
+
+
+def test_a_loader_that_has_fed_a_single_batch_has_prefetched_others() -> None:
+    fed = Fed()
+    made = sources(fed=fed)
+    batches = iter(DataLoader(data(), 2, num_workers=1))
+    next(batches)
+    fed.count += 1
+    assert made.rescale(Fraction(1, 2)) > 2
+    assert [len(next(batches)[0]) for _ in range(4)] == [2, 2, 1, 1]
 
 
 def test_batches_prefetched_before_a_change_are_counted_in_their_size() -> None:

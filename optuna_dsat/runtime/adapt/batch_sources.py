@@ -126,10 +126,11 @@ class BatchSources:
 
         Returns:
             Number of batches that may still have the earlier size: prefetched by the workers of a loader, and
-            some that are read ahead; 0 if no data loader of torch feeds the engine.
+            some that are read ahead; 0 without a data loader of torch.
         """
         self._scale *= ratio
-        return max((loader.prefetched + _READ_AHEAD for loader in self._loaders if loader.trains), default=0)
+        feeding = [loader for loader in self._loaders if loader.trains] or self._loaders  # none after a single batch
+        return max((loader.prefetched + _READ_AHEAD for loader in feeding), default=0)
 
     def _scale_of_fixed_inputs(self) -> Fraction:
         """Return the ratio for inputs that no loader yields; a loader's batch that is fed twice has its size."""

@@ -51,8 +51,8 @@ def find_batch_rule(
     configured = int(overlay[ds_config.MICRO_BATCH])
     own, sources, engine = record.observed_micro_batch, record.batch_sources, record.engine
     mapped = [spec.script.arg_mappings[key] for key in _BATCHES if key in spec.script.arg_mappings]
-    is_followed = bool(mapped) or ds_config.MICRO_BATCH in (spec.fix or {}) or record.trainer is not None
-    coincides = own == configured == present and not is_followed
+    is_settled = ds_config.MICRO_BATCH in (*(spec.fix or {}), *spec.kept_knobs) or bool(mapped)
+    coincides = own == configured == present and not is_settled and record.trainer is None
     """Whether the script's own size was launched, so that it is unknown whether it follows the config."""
     if engine is None or (own == configured and not coincides) or (own is None and (engine.pipeline or mapped)):
         return None
