@@ -48,7 +48,7 @@ def test_a_held_batch_is_not_compared_with_the_config() -> None:
     assert BatchRule(kind="option", own=4, option="--b").source(ranks=2) == {}
 
 
-@pytest.mark.parametrize("name", ["--batch-size", "--bs", "-b", "--mbs", "train.batch=", "--per_device_bsz"])
+@pytest.mark.parametrize("name", ["--batch-size", "--bs", "-b", "--mbs", "--micro", "train.batch=", "--per_device_bsz"])
 def test_names_that_mean_a_batch_size(name: str) -> None:
     rules = guesses(found(options={name: 4}, loaders=[loader()]), own=4, ranks=1)
     assert [rule.kind for rule in rules] == ["option", "loader"]
@@ -112,9 +112,9 @@ def test_rows_of_the_users_micro_batch_are_guessed_before_numbers_that_equal_the
 
 
 def test_an_option_of_the_users_micro_batch_is_guessed_whatever_its_name() -> None:
-    rules = guesses(found(options={"--micro": 4, "--total": 16, "--workers": 8}), own=8, ranks=2, present=4)
+    rules = guesses(found(options={"--size": 4, "--total": 16, "--workers": 8}), own=8, ranks=2, present=4)
     assert [(rule.option, rule.own, rule.rows) for rule in rules] == [
-        ("--micro", 4, (2, 1)), ("--workers", 8, (1, 1)), ("--total", 8, (1, 1))
+        ("--size", 4, (2, 1)), ("--workers", 8, (1, 1)), ("--total", 8, (1, 1))
     ]  # fmt: skip
 
 

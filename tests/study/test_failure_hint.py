@@ -34,6 +34,11 @@ OFFLOAD = {"optimizer": {"type": "AdamW"}, "zero_optimization": {"offload_optimi
             QUANTIZED,
             ". Tune on GPUs, or remove from the config what needs them: zero_optimization.zero_quantized_weights",
         ),
+        (
+            "ValueError in initialize: Type fp16 is not supported on your device",
+            {},
+            ". Set fp16.enabled to false, or tune on devices that support it",
+        ),
         ("RuntimeError: the mean is 0", AUTO, ""),
         ("ValueError: correct values that mismatch TrainingArguments values: lr; set these to 'auto'", AUTO, ""),
         (

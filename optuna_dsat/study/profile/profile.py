@@ -342,6 +342,7 @@ _MISMATCH = "mismatch TrainingArguments"
 _UNEXPECTED = re.compile(r"got an unexpected keyword argument '(\w+)'")
 _NO_BUILD = re.compile(r"\S+: (?:command )?not found|Ninja is required|CUDA_HOME|nvcc")
 """Matches the causes of a failed build that tools on the machine remove."""
+_NO_PRECISION = re.compile(r"Type (fp16|bf16) is not supported on your device")
 _NO_CPU_OPERATOR = "not been implemented on CPU backend"
 _GPU_ONLY = (
     *("zero_optimization.zero_quantized_weights", "zero_optimization.zero_quantized_nontrainable_weights"),
@@ -385,6 +386,8 @@ def _of_values(message: str, config: Mapping[str, Any]) -> str:
     if _NO_CPU_OPERATOR in message:
         keys = [key for key in _GPU_ONLY if config.get(key) and str(config[key]).lower() not in _CPU_OPTIMIZERS]
         return f". Tune on GPUs, or remove from the config what needs them: {', '.join(keys)}" if keys else ""
+    if match := _NO_PRECISION.search(message):
+        return f". Set {match[1]}.enabled to false, or tune on devices that support it"
     if "build" in message and _NO_BUILD.search(message):
         return _of_build(message, config)
     return ""
