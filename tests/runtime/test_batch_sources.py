@@ -388,7 +388,7 @@ def test_batches_prefetched_before_a_change_are_counted_in_their_size() -> None:
     fed = Fed()
     made = sources(fed=fed)
     counter = sample_counter(lambda: made.numbers({1}))
-    loader = DataLoader([torch.zeros(3, 3)] * 60, 2, collate_fn=Graphs, num_workers=1)  # type: ignore[arg-type]
+    loader: Any = DataLoader([torch.zeros(3, 3)] * 60, 2, collate_fn=Graphs, num_workers=1)  # type: ignore[arg-type]
     counted = []
     for number, batch in enumerate(loader):
         size = counter(batch)

@@ -180,7 +180,8 @@ def test_parameters_that_zero_3_gathered_are_no_activations(plan: LaunchPlan, al
 def test_a_backward_pass_that_the_script_calls_itself_counts_as_two_forward_passes(plan: LaunchPlan) -> None:
     class Calculating(Engine):
         def forward(self, batch: torch.Tensor) -> torch.Tensor:
-            return super().forward(batch) + self.module(batch).sum()
+            loss: torch.Tensor = super().forward(batch) + self.module(batch).sum()
+            return loss
 
     [observed] = profile_of(Calculating(), plan)
     [direct] = profile_of(Calculating(), plan, backward=torch.Tensor.backward)
