@@ -8,9 +8,11 @@ import subprocess
 import sys
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from optuna_dsat.config.knobs import KNOBS
 from optuna_dsat.runtime.measure import live
@@ -94,6 +96,23 @@ def test_a_setting_that_deepspeed_does_not_have_is_refused() -> None:
 
     with pytest.raises(NotLiveError, match=r"no object\.reduce_scatter"):
         change_settings(Engine(), {"zero_optimization.reduce_scatter": True})
+
+
+def test_a_compiled_model_takes_no_other_size_but_an_optimizer_that_compiles_its_update_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class MuonWithAuxAdam:
+        pass
+
+    sizes = SimpleNamespace(train_batch_size=2, train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=1)
+    engine = SimpleNamespace(_config=sizes, module=torch.nn.Linear(1, 1), basic_optimizer=MuonWithAuxAdam())
+    dynamo = SimpleNamespace(counters={"stats": {"unique_graphs": 3}})
+    monkeypatch.setitem(sys.modules, "torch._dynamo.utils", dynamo)
+    change_settings(engine, {"train_micro_batch_size_per_gpu": 4})
+    assert (sizes.train_micro_batch_size_per_gpu, sizes.train_batch_size) == (4, 4)
+    engine.basic_optimizer = object()
+    with pytest.raises(NotLiveError, match="compiled for its batch size"):
+        change_settings(engine, {"train_micro_batch_size_per_gpu": 8})
 
 
 def test_the_latest_order_names_the_next_trial_or_none(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from optuna_dsat.runtime.files import write_text_atomic
+from optuna_dsat.runtime.measure.blocks import compiled_by_script
 from optuna_dsat.runtime.measure.engine import data_parallel_size, is_pipeline
 from optuna_dsat.runtime.overlay import GRADIENT_ACCUMULATION, MICRO_BATCH
 
@@ -94,7 +95,10 @@ def _is_compiled(engine: Any) -> bool:
     """Return whether torch.compile has compiled for shapes: it recompiles a few times, then runs eagerly in silence."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     counters: Any = {} if dynamo is None else getattr(dynamo, "counters", {})
-    return bool(getattr(engine, "is_compiled", False) or counters.get("stats", {}).get("unique_graphs"))
+    graphs = bool(counters.get("stats", {}).get("unique_graphs"))
+    if type(getattr(engine, "basic_optimizer", None)).__name__.startswith("Muon"):  # compiles its own update
+        graphs = compiled_by_script(engine.module)
+    return graphs or bool(getattr(engine, "is_compiled", False))
 
 
 def _set(owner: Any, name: str, value: Any) -> None:
