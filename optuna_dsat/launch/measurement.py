@@ -21,6 +21,7 @@ from typing import Any
 from optuna_dsat.metrics import PER_ELEMENT, Interval, student_t_975
 from optuna_dsat.runtime.events import (
     BatchSourcesFound,
+    CheckpointLoaded,
     ConfigDiffers,
     EngineReady,
     EnvironmentSet,
@@ -267,6 +268,8 @@ class LaunchRecord:
         self.batch_sources: BatchSourcesFound | None = None
         self.needs_zero_3 = False
         """Whether a rank failed because the script builds its model within ``deepspeed.zero.Init`` below ZeRO 3."""
+        self.checkpoint = ""
+        """Folder of the checkpoint that the script has loaded."""
         self.environment: dict[str, str] = {}
         """Variables that the runtime set for the script: name -> value."""
         self.boundaries: list[GlobalStep] = []
@@ -361,6 +364,8 @@ class LaunchRecord:
             self.imported = event
         elif isinstance(event, BatchSourcesFound):
             self.batch_sources = event
+        elif isinstance(event, CheckpointLoaded):
+            self.checkpoint = event.folder
         elif isinstance(event, EnvironmentSet):
             self.environment = dict(event.variables)
         elif isinstance(event, ProfileMeasured):

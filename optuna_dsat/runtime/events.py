@@ -99,6 +99,14 @@ class EnvironmentSet(Event, kind="environment_set"):
 
 
 @dataclass(frozen=True)
+class CheckpointLoaded(Event, kind="checkpoint_loaded"):
+    """The script loaded a checkpoint into its engine."""
+
+    folder: str
+    """Folder of the checkpoint."""
+
+
+@dataclass(frozen=True)
 class ConfigDiffers(Event, kind="config_differs"):
     """The script's config differs from the user's file; reported before ``deepspeed.initialize`` allocates memory."""
 

@@ -31,7 +31,7 @@ from optuna_dsat.runtime.adapt.side_effects import (
     tolerate_mismatched_checkpoints,
 )
 from optuna_dsat.runtime.adapt.trainers import HuggingFaceHook, LightningHook
-from optuna_dsat.runtime.events import ConfigDiffers, EngineReady, Event, EventWriter
+from optuna_dsat.runtime.events import CheckpointLoaded, ConfigDiffers, EngineReady, Event, EventWriter
 from optuna_dsat.runtime.failure import diagnose
 from optuna_dsat.runtime.imports import ImportWatch, patch
 from optuna_dsat.runtime.measure.blocks import gather_experts
@@ -178,7 +178,9 @@ class DeepSpeedHook:
         self._wrap_zero_init(self._deepspeed.zero.Init)
         if self._plan.measures:
             disable_checkpoints(self._deepspeed.DeepSpeedEngine)
-            tolerate_mismatched_checkpoints(self._deepspeed.DeepSpeedEngine, is_mismatch=self._is_mismatch)
+            tolerate_mismatched_checkpoints(
+                self._deepspeed.DeepSpeedEngine, is_mismatch=self._is_mismatch, on_load=self._note_checkpoint
+            )
 
     def _time_init_distributed(self) -> None:
         distributed: Any = sys.modules.get("torch.distributed")
@@ -191,6 +193,9 @@ class DeepSpeedHook:
             result = original(*args, **kwargs)
             self._spans.setdefault("init_distributed", [started, time.time() - started])
             return result
+
+    def _note_checkpoint(self, folder: Path) -> None:
+        self._writer.write(CheckpointLoaded(rank=self._rank.rank, time=time.time(), folder=str(folder)))
 
     def _is_mismatch(self, error: Exception) -> bool:
         """Return whether a checkpoint mismatch can explain an error: neither memory nor communication failed."""

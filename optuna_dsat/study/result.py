@@ -367,7 +367,8 @@ def _advice(study: StoredStudy, profiled: Profiled, config: Mapping[str, Any], *
     trained = "bf16" if ds_config.precision_of(config) == "bf16" else configured
     gain = _bf16_in_words(study, configured) or precision_advice(trained, device_name=device, param_bytes=size)
     binding = core_binding_in_words(config, ranks=study.spec.slots_per_trial)
-    return " ".join(filter(None, (profiled.advice(config, settings_written=settings_written), gain, binding)))
+    script = profiled.advice(config, settings_written=settings_written)
+    return " ".join(filter(None, (script, profiled.checkpoint_advice(study.spec, config), gain, binding)))
 
 
 def _bf16_in_words(study: StoredStudy, precision: str) -> str:

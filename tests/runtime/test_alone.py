@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from optuna_dsat.runtime.events import RankFailed, RankFinished
+from optuna_dsat.runtime.events import CheckpointLoaded, RankFailed, RankFinished
 from tests.harness.ranks import ROOT, SCRIPTS, Starter, script
 
 SEEN = str(SCRIPTS / "seen.py")
@@ -233,6 +233,7 @@ def test_a_checkpoint_of_another_configuration_does_not_end_a_trial(start: Start
     went_on = "('saved/other/mp_rank_00_model_states.pt', {'epoch': 7})"
     assert launch.log("stdout").splitlines() == ["('saved', {})", went_on, went_on, "MemoryError", "AssertionError"]
     assert launch.log("stderr").count("saved/other was saved with another configuration than this trial's") == 2
+    assert [event.folder for event in launch.of(CheckpointLoaded)] == ["saved/other", "saved/other", "saved/memory"]
 
 
 def test_two_configs_are_left_for_deepspeed_to_refuse(start: Starter, stubs: Path) -> None:

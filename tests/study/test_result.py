@@ -188,6 +188,16 @@ def test_the_scripts_own_command_is_shown_where_it_trains_with_all_of_the_config
     assert advice.startswith("Without `optuna-dsat train`") == needs_edits, advice
 
 
+@pytest.mark.parametrize(("stages", "loads"), [((1, 0), False), ((1, 2), True), ((2, 3), False), ((3, 3), True)])
+def test_a_checkpoint_that_the_best_config_cannot_load_is_named(stages: tuple[int, int], loads: bool) -> None:
+    own, best = ({MICRO: 8, "zero_optimization": {"stage": stage}} for stage in stages)
+    request = spec().model_copy(update={"ds_config": own})
+    assert profiled_of().checkpoint_advice(request, best) == ""
+    advice = profiled_of(checkpoint="runs/a").checkpoint_advice(request, best)
+    assert (advice == "") == loads
+    assert loads or f"runs/a. DeepSpeed does not load a checkpoint of ZeRO {stages[0]}" in advice
+
+
 def test_an_allocator_that_the_user_does_not_set_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTORCH_ALLOC_CONF")
     command, _ = training_command(spec(), {}, BEST)

@@ -103,22 +103,26 @@ def disable_checkpoints(engine_class: Any) -> None:
     skip("save_16bit_model", _would_gather)
 
 
-def tolerate_mismatched_checkpoints(engine_class: Any, *, is_mismatch: Callable[[Exception], bool]) -> None:
+def tolerate_mismatched_checkpoints(
+    engine_class: Any, *, is_mismatch: Callable[[Exception], bool], on_load: Callable[[Path], None]
+) -> None:
     """Make a trial continue with the script's initial weights if a checkpoint does not match its configuration.
 
     Step times do not depend on the weights' values; a notice is printed to the rank's log. The client state is returned
     if the checkpoint's files contain it. DeepSpeed handles missing checkpoints. Errors that a mismatch cannot explain
-    (``is_mismatch``), such as out-of-memory, are raised.
+    (``is_mismatch``), such as out-of-memory, are raised. ``on_load`` gets the folder of an existing checkpoint.
     """
     signature = inspect.signature(engine_class.load_checkpoint)
 
     @patch(engine_class, "load_checkpoint")
     def load(original: Any, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
+        states = _model_states(bound.arguments["load_dir"], bound.arguments.get("tag"))
+        if states is not None:
+            on_load(states.parent)
         try:
             return original(*args, **kwargs)
         except Exception as error:
-            states = _model_states(bound.arguments["load_dir"], bound.arguments.get("tag"))
             if states is None or not is_mismatch(error):
                 raise
             print(

@@ -299,6 +299,7 @@ def _profiled(
         config_option=engine.config_option,
         config_in_code=engine.config_in_code,
         environment=record.environment,
+        checkpoint=record.checkpoint,
         preload=Preload() if record.imported is None else Preload.learned(record.imported),
     )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from optuna_dsat.config import ds_config
+from optuna_dsat.config.conditions import ZERO_STAGE
 from optuna_dsat.config.op_builders import operators_of
 from optuna_dsat.config.record import Record
 from optuna_dsat.config.search_space import SearchSpace
@@ -75,6 +76,8 @@ class Profiled(Record):
     """Option that may mean a ZeRO stage -> the stages that the script accepts, where its parser lists them."""
     config_option: str = ""
     """The script's option for its DeepSpeed config, if its arguments do not name a config; empty without any."""
+    checkpoint: str = ""
+    """Folder of the checkpoint that the script loads; empty without any."""
     config_in_code: bool = False
     """Whether the script reads its DeepSpeed config by a name in its code or a settings file, not by an argument."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -159,6 +162,20 @@ class Profiled(Record):
                 f"ZeRO. With and without ZeRO: {self.zero_comparison}"
             )
         return " ".join(names)
+
+    def checkpoint_advice(self, spec: StudySpec, config: Mapping[str, Any]) -> str:
+        """Return a warning if a config cannot continue from the checkpoint that the script loads; empty if it can."""
+        own, best = (
+            ds_config.zero_section(ds_config.effective(each)).get("stage", 0)
+            for each in (self.followed_by(spec).ds_config, config)
+        )
+        alike = own == best or {own, best} == {1, 2}
+        if not self.checkpoint or alike or ds_config.AUTO in (own, best):
+            return ""
+        return (
+            f"The script loads the checkpoint {self.checkpoint}. DeepSpeed does not load a checkpoint of ZeRO {own} "
+            f"with ZeRO {best}: train from the beginning, or tune with --fix {ZERO_STAGE}={own}."
+        )
 
     def trains_by_command(self, spec: StudySpec, config: Mapping[str, Any], *, settings_written: bool) -> bool:
         """Whether the script's own command, with a config's file, trains with all of that config.
