@@ -110,9 +110,9 @@ class Session:
             self._context.say(profiled.trainer.announcement())
         if profiled.batch is not None:
             self._context.say(profiled.batch.announcement())
-        if profiled.stage_option:
-            option = profiled.stage_option.rstrip("=")
-            self._context.say(f"The script takes its ZeRO stage from {option}; it follows each configuration.")
+        found = {"ZeRO stage": profiled.stage_option, "accumulation steps": profiled.accumulation_option}
+        for what, option in ((what, option.rstrip("=")) for what, option in found.items() if option):
+            self._context.say(f"The script takes its {what} from {option}; it follows each configuration.")
         known = self._context = replace(self._context, spec=profiled.followed_by(self.spec))
         later = {name: why for name, why in refused_knobs(self.spec, profiled).items() if name not in refused}
         if words := refused_in_words(later):

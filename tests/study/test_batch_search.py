@@ -338,6 +338,25 @@ def test_an_option_that_sets_the_stage_is_proven(
     assert given == []
 
 
+@pytest.mark.parametrize(("own", "expected"), [(2, "--accum"), (3, "--steps-accumulated"), (None, "")])
+def test_an_option_that_sets_the_accumulation_steps_is_proven(
+    bench: StudyBench, own: int | None, expected: str
+) -> None:
+    options = {"--accum": 2, "--epochs": 3, "--steps-accumulated": 3, "--batch-size": 3}
+    launched: list[Any] = []
+
+    def launch(request: LaunchRequest) -> Any:
+        launched.append(request.command.args)
+        found = SimpleNamespace(config_differences={GRADIENT_ACCUMULATION: [int(request.command.args[-1]), 1]})
+        return found, found
+
+    record: Any = SimpleNamespace(batch_sources=BatchSourcesFound(rank=0, time=1.0, options=options), trainer=None)
+    differences = {} if own is None else {GRADIENT_ACCUMULATION: [own, own]}
+    asked: dict[str, Any] = {"overlay": batch_overlay(1), "differences": differences}
+    assert batch_search.find_accumulation_option(bench.spec(), launch, record, **asked) == expected
+    assert [args[-2:] for args in launched] == ([] if own is None else [(expected, str(2 * own))])
+
+
 @pytest.mark.parametrize(("loads_all", "given", "expected"), [
     (False, None, (8000, 8000, 800)),
     (True, None, (4000, 8000, 400)),

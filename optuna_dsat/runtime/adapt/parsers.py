@@ -21,6 +21,8 @@ _ELSEWHERE = re.compile(r"eval|valid|test|predict|infer|generat", re.IGNORECASE)
 """Names of batch sizes outside of training."""
 _LENGTH = re.compile(r"bptt|seq|len|context|ctx|block|window|token", re.IGNORECASE)
 """Names of sequence lengths."""
+_ACCUMULATION = re.compile(r"accum|grad\w*[-_.]acc|(^|[-_.])gas(=?$|[-_.=])", re.IGNORECASE)
+"""Names of accumulation steps."""
 _STAGE = re.compile(r"stage(?!s)|zero", re.IGNORECASE)
 """Names of possible ZeRO stages; 'stages' is excluded, since it is a count."""
 
@@ -43,6 +45,11 @@ def means_length(name: str) -> bool:
 def means_stage(name: str) -> bool:
     """Return whether a name may refer to a ZeRO stage."""
     return _STAGE.search(name) is not None
+
+
+def means_accumulation(name: str) -> bool:
+    """Return whether a name may refer to accumulation steps."""
+    return _ACCUMULATION.search(name) is not None
 
 
 @cache  # called for every option of the script at each forward pass

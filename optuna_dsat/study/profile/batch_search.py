@@ -15,7 +15,7 @@ from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.adapt.config import with_option
-from optuna_dsat.runtime.adapt.parsers import means_stage
+from optuna_dsat.runtime.adapt.parsers import means_accumulation, means_stage
 from optuna_dsat.script.arg_mapping import STAGE
 from optuna_dsat.script.batch_rule import BatchRule, guesses, held, samples_per_rank, varying
 from optuna_dsat.script.trainer import ScriptTrainer, trainer_guesses
@@ -178,6 +178,40 @@ def find_stage_option(
                 if _scripts_stage(spec, proof.config_differences) == stage:
                     return option
                 break
+    return ""
+
+
+def find_accumulation_option(
+    spec: StudySpec,
+    launch: Launch,
+    record: LaunchRecord,
+    *,
+    overlay: Mapping[str, Any],
+    differences: Mapping[str, Sequence[Any]],
+) -> str:
+    """Return the script's option that sets the accumulation steps of its config; empty if none does.
+
+    It is proven by a launch with another value of the option. The script may use its value elsewhere, too: many divide
+    the loss by it.
+    """
+    key = ds_config.GRADIENT_ACCUMULATION
+    own, sources = differences.get(key, (None,))[0], record.batch_sources
+    if own is None or sources is None or record.trainer is not None or key in spec.script.arg_mappings:
+        return ""
+    options = [name for name, value in sources.options.items() if value == own and means_accumulation(name)]
+    for index, option in enumerate(options if spec.follow_batch else []):
+        script = spec.script.model_copy(update={"args": tuple(with_option(spec.script.args, option, str(2 * own)))})
+        request = launch_request(
+            spec.model_copy(update={"script": script}),
+            launch_id=f"profile-steps-{index}",
+            purpose="profile",
+            overlay=overlay,
+            start_profile_step=1,
+            end_profile_step=1,
+        )
+        proof, _ = launch(request)
+        if proof.config_differences.get(key, (None,))[0] == 2 * own:
+            return option
     return ""
 
 

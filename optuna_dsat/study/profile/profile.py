@@ -29,7 +29,12 @@ from optuna_dsat.runtime.events import EngineReady, Event, ProfileMeasured
 from optuna_dsat.script.arg_mapping import STAGE
 from optuna_dsat.script.batch_rule import BatchRule, loads_all, samples_per_rank
 from optuna_dsat.script.trainer import ScriptTrainer
-from optuna_dsat.study.profile.batch_search import find_batch_rule, find_stage_option, find_trainer
+from optuna_dsat.study.profile.batch_search import (
+    find_accumulation_option,
+    find_batch_rule,
+    find_stage_option,
+    find_trainer,
+)
 from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.study.profile.script import follow_script, user_config
 from optuna_dsat.study.requests import launch_request
@@ -179,13 +184,15 @@ def measure_profile(
                 config_differences={**parts, **profiled.config_differences},
                 stage_choices={} if record.batch_sources is None else record.batch_sources.choices,
             )
-            stage_option = find_stage_option(
-                spec, proof, record, overlay=request.overlay, differences=profiled.config_differences
+            stage_option, accumulation_option = (
+                find(spec, proof, record, overlay=request.overlay, differences=profiled.config_differences)
+                for find in (find_stage_option, find_accumulation_option)
             )
             return replace(
                 profiled,
                 start_s=record.outside_steps_s(report.held_s),
                 stage_option=stage_option,
+                accumulation_option=accumulation_option,
                 only_zero_3=only_zero_3,
                 least_micro_batch=least,
                 holds_accumulation=(

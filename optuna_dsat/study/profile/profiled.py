@@ -72,6 +72,8 @@ class Profiled(Record):
     """Option of the script that the user mapped to a batch size -> its default."""
     stage_option: str = ""
     """The script's option that sets its ZeRO stage; empty if none does."""
+    accumulation_option: str = ""
+    """The script's option that sets its accumulation steps; empty if none does."""
     stage_choices: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Option that may mean a ZeRO stage -> the stages that the script accepts, where its parser lists them."""
     config_option: str = ""
@@ -103,7 +105,7 @@ class Profiled(Record):
             defaults=self.option_defaults,
             batch=self.batch,
             ranks=self.data_parallel_size,
-            stage_option=self.stage_option,
+            options={STAGE: self.stage_option, ds_config.GRADIENT_ACCUMULATION: self.accumulation_option},
             environment=self.environment,
         )
 

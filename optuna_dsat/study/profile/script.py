@@ -12,7 +12,6 @@ import optuna
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.space_builder import SearchSpace
-from optuna_dsat.script.arg_mapping import STAGE
 from optuna_dsat.script.batch_rule import BatchRule
 from optuna_dsat.script.trainer import ScriptTrainer
 from optuna_dsat.store import Store
@@ -92,21 +91,20 @@ def follow_script(
     defaults: Mapping[str, int],
     batch: BatchRule | None,
     ranks: int | None,
-    stage_option: str = "",
+    options: Mapping[str, str] = MappingProxyType({}),
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> StudySpec:
     """Return the spec completed with the script's settings that the profile launch detected; see ``Profiled``.
 
     ``defaults`` are its ``option_defaults`` and ``ranks`` its ``data_parallel_size``. The script's value of a differing
-    key is the baseline; None removes the key.
+    key is the baseline; None removes the key. ``options`` are its options for keys, or empty.
     """
     own = {key: values[0] for key, values in differences.items()}
     config = ds_config.with_values(spec.ds_config, own) if own else spec.ds_config
-    stage = {STAGE: stage_option} if stage_option else {}
     script = spec.script.model_copy(
         update={
             "environment": {**environment, **spec.script.environment},
-            "arg_mappings": {**stage, **spec.script.arg_mappings},
+            "arg_mappings": {**{key: option for key, option in options.items() if option}, **spec.script.arg_mappings},
         }
     )
     followed = follow_trainer(spec.model_copy(update={"ds_config": config, "script": script}), trainer, defaults)
