@@ -258,6 +258,8 @@ def delete(
         record_of(store, name)
         _refuse_live(store, name)
         if not yes:
+            if not sys.stdin.isatty():
+                raise UsageError(f"{name}: there is no terminal to ask at; delete it with --yes.")
             typer.confirm(f"Delete the study {plain(name)!r} and all its trials?", abort=True, err=True)
             _refuse_live(store, name)
         store.delete_study(name)

@@ -73,6 +73,8 @@ def test_a_list_of_nothing_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureF
         store.create_study("new", bench.spec(name="new").model_dump(mode="json"))
     trials("new", url)
     assert capsys.readouterr().out == "The study has no trial yet: the profile launch comes first.\n"
+    with pytest.raises(UsageError, match="--yes"):  # a test has no terminal; the command ended without a line
+        delete("new", url)
     delete("new", url, yes=True)
     capsys.readouterr()
     studies(url)
