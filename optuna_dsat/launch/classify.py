@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Mapping
 from dataclasses import replace
 
 from optuna_dsat.config.ds_config import AUTO
@@ -69,6 +70,8 @@ _TYPE_REFUSED = {
     "scheduler.type": "does not recognize LR scheduler",
 }
 """Key -> DeepSpeed's error for its value, which does not contain the key (0.19)."""
+_MISMATCH = "mismatch TrainingArguments"
+"""The Hugging Face Trainer's error for values that differ from its own."""
 
 
 def classify(facts: LaunchFacts) -> Verdict:
@@ -207,7 +210,11 @@ def _values_in_doubt(failed: RankFailed, facts: LaunchFacts) -> str:
     config = {**facts.config}
     for event in facts.of(ConfigDiffers):
         config |= {key: values[0] for key, values in event.differences.items()}
-    strings = {key: value for key, value in config.items() if isinstance(value, str) and key not in text}
+    strings = {key: value for key, value in config.items() if isinstance(value, str)}
+    quoted = {key: value for key, value in strings.items() if QUOTED_NUMBER.fullmatch(value)}
+    if _MISMATCH in text:  # written as equal: "gradient_clipping=1.0 vs hf max_grad_norm=1.0"
+        return _not_numbers({key: value for key, value in quoted.items() if f" {key}=" in text})
+    strings = {key: value for key, value in strings.items() if key not in text}
     for key, sign in _TYPE_REFUSED.items():
         if sign in text and (value := strings.get(key)):
             return f"; {key} is {value!r}{'' if value == AUTO else f'. {correction_of_type(key, value)}'}"
@@ -216,9 +223,11 @@ def _values_in_doubt(failed: RankFailed, facts: LaunchFacts) -> str:
         return "".join(f"; {key} is {built[key]!r}" for key in named)
     if failed.error_type != "TypeError" or "'str'" not in text or failed.phase in ("script", "between"):
         return ""
-    quoted = {key: value for key, value in strings.items() if QUOTED_NUMBER.fullmatch(value)}
-    quoted = quoted or {key: value for key, value in built.items() if value != AUTO}
-    return "".join(f"; {key} is {value!r}: it must be a number" for key, value in quoted.items())
+    return _not_numbers(quoted or {key: value for key, value in built.items() if value != AUTO})
+
+
+def _not_numbers(values: Mapping[str, str]) -> str:
+    return "".join(f"; {key} is {value!r}: it must be a number" for key, value in values.items())
 
 
 def _killed_from_outside(facts: LaunchFacts) -> Verdict | None:

@@ -410,6 +410,11 @@ def test_the_line_names_keys_and_cause(message: str, line: str) -> None:
             "'<=' not supported between instances of 'float' and 'str'",
             "; optimizer.params.lr is '1e-3': it must be a number; gradient_clipping is '1.0': it must be a number",
         ),
+        (
+            {"gradient_clipping": "1.0", "optimizer.params.lr": "1e-3"},
+            "Values mismatch TrainingArguments values: ds gradient_clipping=1.0 vs hf max_grad_norm=1.0",
+            "; gradient_clipping is '1.0': it must be a number",
+        ),
         ({"optimizer.params.lr": "auto"}, "'<=' not supported between instances of 'float' and 'str'", ""),
         ({"optimizer.type": "Adam"}, "Adam.__init__() got an unexpected keyword argument 'rate'", ""),
     ],
