@@ -365,10 +365,10 @@ def test_a_model_that_trains_on_no_single_sample_and_accumulates_keeps_what_trai
     own = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
     bench.run(spec.model_copy(update={"ds_config": {**USER_CONFIG, **own}}), landscape)
     sizes = [config["train_micro_batch_size_per_gpu"] for config in landscape.configs]
-    assert sizes[:3] == [1, 4, 1]
-    assert min(sizes[3:]) >= 4
+    assert sizes[:2] == [1, 4]
+    assert min(sizes[2:]) >= 4
     profiled = profiled_by(bench)
-    assert profiled.least_micro_batch == 4
+    assert (profiled.least_micro_batch, profiled.holds_accumulation) == (4, False)
 
 
 def test_a_script_that_insists_on_its_accumulation_steps_is_profiled_with_them_and_searched_at_every_micro_batch(
@@ -387,8 +387,8 @@ def test_a_script_that_insists_on_its_accumulation_steps_is_profiled_with_them_a
         (config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"])
         for config in landscape.configs
     ]
-    assert sizes[:3] == [(1, 1), (4, 2), (1, 2)]
-    assert {steps for _, steps in sizes[1:]} == {2}
+    assert sizes[:4] == [(1, 1), (4, 2), (4, 1), (1, 2)]
+    assert {steps for _, steps in sizes[3:]} == {2}
     profiled = profiled_by(bench)
     assert Profiled.from_json(profiled.to_json()).least_micro_batch == 1
 

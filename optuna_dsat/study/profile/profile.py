@@ -122,8 +122,8 @@ def measure_profile(
 
     If training fails for another reason that batch sizes may explain, the user's batch sizes are tried: some scripts
     require their accumulation steps, others cannot train on a single sample. If these fail as well, the script itself
-    is at fault. If they work, a last launch shows whether its accumulation steps suffice; else its micro-batch is the
-    minimum.
+    is at fault. If they work, further launches show whether its micro-batch suffices, which is then the minimum, or its
+    accumulation steps.
 
     A script whose batch size is a mapped option may compute its accumulation steps from a global batch. The steps are
     read from a launch at the script's micro-batch.
@@ -162,10 +162,12 @@ def measure_profile(
         request, record, report = launch(attempt)
         if report.outcome is Outcome.MEASURED and record.profile is not None and record.engine is not None:
             if least > planned.micro_batch and accumulation > 1:
-                smaller = planned.with_least(1, accumulation)
-                again, seen, ended = launch(smaller)
-                if ended.outcome is Outcome.MEASURED and seen.profile is not None and seen.engine is not None:
-                    attempt, least, request, record, report = smaller, 1, again, seen, ended
+                for micro_batch, steps in ((least, 1), (1, accumulation)):
+                    other = planned.with_least(micro_batch, steps)
+                    again, seen, ended = launch(other)
+                    if ended.outcome is Outcome.MEASURED and seen.profile is not None and seen.engine is not None:
+                        attempt, least, request, record, report = other, micro_batch, again, seen, ended
+                        break
             assert record.profile is not None
             assert record.engine is not None
             at_own = attempt.with_least(own_batch(spec, record).micro_batch, 1)
