@@ -154,3 +154,18 @@ def test_hydra_writes_its_runs_below_the_launch(
     assert first_guess(made, own=6) == "train.batch_size="
     assert not (tmp_path / "outputs").exists()
     assert (outputs / ".hydra" / "config.yaml").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        (["data.batch_size=5", "epochs=3"], "data.batch_size="),
+        (["+data.batch_size=5"], "data.batch_size="),
+        (["--batch_size=5"], "--batch_size"),
+        (["-b", "5", "run"], "-b"),
+    ],
+)
+def test_a_batch_size_among_arguments_that_the_script_parses_itself_is_an_option(
+    watch: Any, arguments: list[str], option: str
+) -> None:
+    assert first_guess(watch(arguments=arguments), own=5) == option

@@ -75,10 +75,15 @@ class ParserWatch:
         """Option that may be the ZeRO stage -> stages that it lists as choices."""
 
     def numbers(self) -> dict[str, int]:
-        """Return ``options`` and the arguments ``key=value``, which scripts parse themselves or by OmegaConf."""
-        words = (arg.partition("=") for arg in sys.argv[1:] if not arg.startswith(("-", "+")))
-        overrides = {f"{key}=": int(value) for key, _, value in words if key and value.isdecimal()}
-        return self.options | {key: value for key, value in overrides.items() if is_size(value)}
+        """Return ``options``, and the arguments ``key=N`` and batch sizes ``--key N`` that the script parses itself."""
+        result = dict(self.options)
+        for word, following in zip(sys.argv[1:], [*sys.argv[2:], ""]):
+            name, equals, value = word.partition("=")
+            is_option = name.startswith("-")
+            text = value if equals else following if is_option else ""
+            if name and text.isdecimal() and is_size(int(text)) and (not is_option or names_training_batch(name)):
+                result.setdefault(name if is_option else f"{name.lstrip('+')}=", int(text))
+        return result
 
     def install(self) -> None:
         """Start recording values parsed by argparse; other libraries are patched on import (``callbacks``)."""

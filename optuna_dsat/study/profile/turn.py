@@ -280,8 +280,8 @@ def _samples_in_words(spec: StudySpec, record: LaunchRecord, engine: EngineReady
     """Return a note if the global batch is not what a step trains on; else empty."""
     if engine.counted_times > 1:
         return (
-            f"The {engine.counted_times} ranks of a tensor-parallel group train on the same samples, and DeepSpeed's "
-            f"global batch counts these {engine.counted_times} times: so do samples/s here."
+            f"The {things_in_words(engine.counted_times, 'rank')} of a tensor-parallel group train on the same samples "
+            f"and DeepSpeed's global batch counts these {engine.counted_times} times: so do samples/s here."
         )
     passes, configured = record.passes_per_micro_batch, engine.gradient_accumulation_steps
     if passes == 1 or passes * configured == own_batch(spec, record).gradient_accumulation_steps:
