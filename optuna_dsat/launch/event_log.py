@@ -148,6 +148,11 @@ class EventLog:
         return [event for event in self._all() if isinstance(event, StepMeasured)]
 
     @property
+    def micro_batches(self) -> set[int | None]:
+        """Sizes of the largest batch of each step so far; None for a size that was not observed."""
+        return {event.observed_micro_batch for event in self._steps}
+
+    @property
     def starts(self) -> list[RankStarted]:
         """Start records of the ranks."""
         return [event for event in self._all() if isinstance(event, RankStarted)]

@@ -442,7 +442,11 @@ def _changes_for(launch: Launch, request: LaunchRequest) -> Mapping[str, Any] | 
         return None
     if _without_batch(running.command) != _without_batch(request.command):
         return None
-    return live_changes(running.ds_config, request.ds_config)
+    changes = live_changes(running.ds_config, request.ds_config)
+    held = request.command.batch_source.get("kind") == "held"  # the script makes its batches whatever the config says
+    if held and changes and MICRO_BATCH in changes and launch.log.micro_batches != {changes[MICRO_BATCH]}:
+        return None
+    return changes
 
 
 def _without_batch(command: ScriptCommand) -> ScriptCommand:

@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from optuna_dsat.errors import ScriptFailedError
-from optuna_dsat.launch.launcher import TorchrunLauncher, local_launcher
+from optuna_dsat.launch.launcher import TorchrunLauncher, _changes_for, local_launcher
 from optuna_dsat.launch.machine.devices import cpu_devices
 from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest, LaunchUpdate
 from optuna_dsat.outcome import Outcome
@@ -194,6 +195,17 @@ def test_a_script_that_accumulates_by_itself_is_launched_afresh(run: Run) -> Non
     assert size.root == "", "the launch before has failed"
     more, _ = run("fourth", "--accumulates", size=2)
     assert more.root == size.launch_id, "a size is followed"
+
+
+@pytest.mark.parametrize(("fed", "continues"), [({4}, True), ({4, 9}, False), ({None}, False)])
+def test_batches_that_the_script_makes_are_continued_only_where_all_have_the_size(
+    tmp_path: Path, fed: set[int | None], continues: bool
+) -> None:
+    """Batches of the profile launch of a token budget were cut to the user's micro-batch."""
+    profile, wanted = (trial(tmp_path, name, size=size) for name, size in (("profile", 1), ("first", 4)))
+    wanted = replace(wanted, command=replace(wanted.command, batch_source={"kind": "held"}))
+    running: Any = SimpleNamespace(request=profile, log=SimpleNamespace(micro_batches=fed))
+    assert (_changes_for(running, wanted) == {"train_micro_batch_size_per_gpu": 4}) is continues
 
 
 def test_an_error_at_a_size_is_not_blamed_on_it(run: Run) -> None:
