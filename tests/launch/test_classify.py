@@ -291,6 +291,12 @@ def test_caught_errors_of_the_allocator_are_out_of_memory() -> None:
     verdict = classify(facts(finished(0, "script_end", 0), caught))
     assert (verdict.outcome, verdict.rank) == (Outcome.OUT_OF_MEMORY, 1)
     assert "out of memory 40 times: the script caught the error" in verdict.message
+    left = replace(finished(1, "exit_code_1", 0), allocation_failures=1)
+    verdict = classify(facts(left, None))
+    assert (verdict.outcome, verdict.message) == (
+        Outcome.OUT_OF_MEMORY,
+        "rank 1: out of memory 1 time: the script caught the error, and left with sys.exit(1)",
+    )
 
 
 def test_a_script_that_reduces_its_batch_when_memory_runs_out_is_out_of_memory() -> None:
