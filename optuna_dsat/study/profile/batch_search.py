@@ -164,16 +164,7 @@ def find_stage_option(
         # Higher stages first: they need less memory.
         accepted = record.batch_sources.choices.get(option) or ZERO_STAGES
         for stage in sorted(set(accepted) - {own}, key=lambda other: (other < own, abs(other - own))):
-            script = spec.script.model_copy(update={"args": tuple(with_option(spec.script.args, option, str(stage)))})
-            request = launch_request(
-                spec.model_copy(update={"script": script}),
-                launch_id=f"profile-stage-{index}-{stage}",
-                purpose="profile",
-                overlay=batch,
-                start_profile_step=1,
-                end_profile_step=1,
-            )
-            proof, _ = launch(request)
+            proof, _ = launch(_proof(_given(spec, option, stage), f"profile-stage-{index}-{stage}", overlay=batch))
             if proof.engine is not None or proof.config_differences:  # it reached deepspeed.initialize
                 if _scripts_stage(spec, proof.config_differences) == stage:
                     return option
@@ -200,19 +191,23 @@ def find_accumulation_option(
         return ""
     options = [name for name, value in sources.options.items() if value == own and means_accumulation(name)]
     for index, option in enumerate(options if spec.follow_batch else []):
-        script = spec.script.model_copy(update={"args": tuple(with_option(spec.script.args, option, str(2 * own)))})
-        request = launch_request(
-            spec.model_copy(update={"script": script}),
-            launch_id=f"profile-steps-{index}",
-            purpose="profile",
-            overlay=overlay,
-            start_profile_step=1,
-            end_profile_step=1,
-        )
-        proof, _ = launch(request)
+        proof, _ = launch(_proof(_given(spec, option, 2 * own), f"profile-steps-{index}", overlay=overlay))
         if proof.config_differences.get(key, (None,))[0] == 2 * own:
             return option
     return ""
+
+
+def _given(spec: StudySpec, option: str, value: int) -> StudySpec:
+    """Return a spec whose script is given a value of an option."""
+    args = tuple(with_option(spec.script.args, option, str(value)))
+    return spec.model_copy(update={"script": spec.script.model_copy(update={"args": args})})
+
+
+def _proof(spec: StudySpec, launch_id: str, *, overlay: Mapping[str, Any]) -> LaunchRequest:
+    """Return the request of a launch of a single step."""
+    return launch_request(
+        spec, launch_id=launch_id, purpose="profile", overlay=overlay, start_profile_step=1, end_profile_step=1
+    )
 
 
 def _scripts_stage(spec: StudySpec, differences: Mapping[str, Sequence[Any]]) -> Any:
@@ -238,15 +233,7 @@ def _is_proven(
     for size in (2 * own, own // 2):  # half if twice as much does not fit
         if size == 0:
             continue
-        request = launch_request(
-            spec,
-            launch_id=f"{name}-{size}",
-            purpose="profile",
-            overlay={**overlay, ds_config.MICRO_BATCH: size},
-            start_profile_step=1,
-            end_profile_step=1,
-        )
-        proof, report = launch(request)
+        proof, report = launch(_proof(spec, f"{name}-{size}", overlay={**overlay, ds_config.MICRO_BATCH: size}))
         if report.outcome is Outcome.MEASURED and holds(proof, size):
             return True
         if not report.outcome.infeasible:
