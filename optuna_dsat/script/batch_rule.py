@@ -188,6 +188,7 @@ def guesses(
     likely = [rule for rule in alike if rule.is_likely]
     unlikely = [rule for rule in alike if not rule.is_likely]
     if own == present == configured:  # an option first: a script that follows the config may be given it as well
+        likely = [rule for rule in likely if rule.key != MICRO_BATCH]  # a DeepSpeed config that the script reads
         options = [rule for rule in likely if rule.kind == "option"]
         others = [rule for rule in likely if rule.kind != "option"]
         return [*options, *follows, *others, *unlikely][:_MOST_GUESSES] if likely else []

@@ -267,6 +267,12 @@ def test_a_size_that_coincides_with_the_config_is_proven_at_another(
     rule = batch_search.find_batch_rule(bench.spec(), launch, record, overlay=batch_overlay(own), present=own)
     assert (None if rule is None else rule.option) == expected
     assert len(launched) == (2 if room == 0 and own == 4 else launches)
+    record.batch_sources = BatchSourcesFound(
+        rank=0, time=1.0, options={}, settings=[{"file": "/x/ds.json", "key": MICRO_BATCH, "value": own}]
+    )
+    launched.clear()
+    assert batch_search.find_batch_rule(bench.spec(), launch, record, overlay=batch_overlay(own), present=own) is None
+    assert not launched, "the script reads a DeepSpeed config"
     kept = bench.spec(no_tune=[MICRO_BATCH])
     assert batch_search.find_batch_rule(kept, launch, record, overlay=batch_overlay(own), present=own) is None
 
