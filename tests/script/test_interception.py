@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import venv
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from optuna_dsat.errors import UsageError
+from optuna_dsat.launch.isolation import why_no_overlay
 from optuna_dsat.script.command.interception import is_wrapper, starts_launcher
 from optuna_dsat.script.command.launch_command import LaunchCommand, read_command
 
@@ -23,8 +25,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    (tmp_path / "train.py").write_text("from pathlib import Path\nPath('begun').touch()\n")
+    (tmp_path / "train.py").write_text("from pathlib import Path\nPath('begun').touch()\nprint('has begun')\n")
     return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def _nothing_begins(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
+    """Fail if a program of a test trains: what it writes to files is discarded."""
+    yield
+    assert "has begun" not in capfd.readouterr().err
 
 
 def read(folder: Path, *words: str, notices: list[str] | None = None) -> LaunchCommand | None:
@@ -48,8 +57,8 @@ def test_a_shell_script_comes_to_its_first_launch(folder: Path) -> None:
         script="train.py", args=("--lr", "3"), ranks=2, gpus="1", environment={"MODEL": "tiny"}, is_wrapped=True
     )
     assert notices == [
-        "Running `bash train.sh` up to the launch of a training, which is read and not started. Until then it writes "
-        "to your files as it always does.",
+        "Running `bash train.sh` up to the launch of a training, which is read and not started. What it writes is "
+        "discarded, except what the launch names.",
         f"It launches `{TORCHRUN}`.",
     ]
     assert not (folder / "afterwards").exists()
@@ -57,6 +66,26 @@ def test_a_shell_script_comes_to_its_first_launch(folder: Path) -> None:
     script.write_text(f"#!/bin/sh\n{script.read_text()}".replace("read -p", "echo"))
     script.chmod(0o755)
     assert read(folder, "train.sh") == result
+
+
+@pytest.mark.skipif(bool(why_no_overlay(Path("/tmp"))), reason="overlays cannot be mounted here")
+def test_what_a_shell_script_clears_stays_and_what_its_launch_names_is_kept(folder: Path) -> None:
+    (folder / "runs").mkdir()
+    for name in ("runs/model.pt", "train.log", "old.json"):
+        (folder / name).write_text("the user's")
+    (folder / "train.sh").write_text(
+        "rm -rf runs; mkdir -p runs new/data; echo x > new/data/part; touch unnamed\n"
+        "echo '{}' > new/made.json; echo '{}' > old.json; export DATA=$PWD/new/data\n"
+        "deepspeed --num_gpus 2 train.py --out runs --log=train.log --config new/made.json --base=old.json "
+        "> train.log\n"
+    )
+    result = read(folder, "bash", "train.sh")
+    assert result is not None
+    assert result.args == ("--out", "runs", "--log=train.log", "--config", "new/made.json", "--base=old.json")
+    assert [(folder / name).read_text() for name in ("runs/model.pt", "train.log")] == ["the user's"] * 2
+    kept = [(folder / name).read_text() for name in ("new/made.json", "old.json", "new/data/part")]
+    assert kept == ["{}\n", "{}\n", "x\n"]
+    assert not (folder / "unnamed").exists()
 
 
 @pytest.mark.parametrize(
@@ -142,7 +171,7 @@ def test_a_python_file_that_trains_is_the_script(folder: Path, source: str) -> N
 
 def test_a_script_that_trains_without_a_launcher_is_seen(folder: Path) -> None:
     (folder / "train.py").write_text(
-        "import torch.distributed\ntorch.distributed.init_process_group('gloo')\nopen('begun', 'w').close()\n"
+        "import torch.distributed\ntorch.distributed.init_process_group('gloo')\nprint('has begun')\n"
     )
     (folder / "train.sh").write_text("python -c 'import torch.distributed'\npython train.py --lr 3\n")
     assert read(folder, "bash", "train.sh") == LaunchCommand(
@@ -150,22 +179,25 @@ def test_a_script_that_trains_without_a_launcher_is_seen(folder: Path) -> None:
     )
 
 
-def test_a_sitecustomize_that_runs_the_one_it_hides_is_run_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sitecustomize_that_runs_the_one_it_hides_is_run_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     site = folder / "site"
     site.mkdir()
     (site / "sitecustomize.py").write_text(
         "import importlib.machinery, importlib.util, os, sys\nfrom pathlib import Path\n"
         "os.environ['SET_IN_THE_LAUNCHER'] = '1'\n"
-        "open('runs', 'a').write(sys.orig_argv[1])\n"
+        "os.write(2, f'run for {sys.orig_argv[1]};'.encode())\n"
         "others = [one for one in sys.path if Path(one) != Path(__file__).parent]\n"
         "found = importlib.machinery.PathFinder.find_spec('sitecustomize', others)\n"
         "if found is not None: found.loader.exec_module(importlib.util.module_from_spec(found))\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(site))
-    (folder / "train.sh").write_text("python -c 'print(1)' >out 2>&1\n" + TORCHRUN + "\n")
+    (folder / "train.sh").write_text("python -c 'print(1)'\n" + TORCHRUN + "\n")
     assert read(folder, "bash", "train.sh") == LAUNCH
-    assert (folder / "runs").read_text().count("-c") == 1
-    assert (folder / "out").read_text() == "1\n"
+    shown = capfd.readouterr().err
+    assert shown.count("run for -c;") == 1
+    assert shown.startswith("run for -c;1\n")
 
 
 def test_a_command_may_launch_in_another_folder(folder: Path) -> None:

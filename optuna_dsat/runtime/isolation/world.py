@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from optuna_dsat.runtime.files import write_text_atomic
 from optuna_dsat.runtime.imports import replace_function
@@ -53,6 +53,8 @@ _CACHE_VARIABLES = (
     "TRITON_CACHE_DIR",
     "XDG_CACHE_HOME",
 )
+APART = "apart/world"
+"""Folder, in that of a command, for the changes of ``run_apart``."""
 NEW_CACHES = "caches"
 """Folder next to run directories for caches that did not exist before the search."""
 _CACHES_AT_HOME = (".cache", ".nv", ".triton", "nltk_data")
@@ -142,6 +144,13 @@ def enter_world(plan: WorldPlan, *, cwd: str, arguments: Sequence[str], environ:
             os.chdir(cwd)
     write_text_atomic(plan.record, json.dumps(asdict(world)))
     return world
+
+
+def run_apart(folder: str, *words: str) -> NoReturn:
+    """Replace this process by a command in a world whose changes are kept below a folder, which is shared."""
+    plan = WorldPlan(isolation="auto", folder=f"{folder}/{APART}", passed=(folder,))
+    enter_world(plan, cwd=os.getcwd(), arguments=words, environ=os.environ)
+    os.execvp(words[0], words)
 
 
 def covered_folders(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import errno
 import json
 import os
 import re
@@ -25,6 +26,7 @@ from typing import IO, Any
 
 from optuna_dsat.errors import UsageError
 from optuna_dsat.runtime.files import open_regular, shortened
+from optuna_dsat.runtime.isolation.world import APART, World
 from optuna_dsat.runtime.user_code import parsed_source
 from optuna_dsat.script.command import interceptor
 from optuna_dsat.secrecy.references import without_secrets
@@ -33,6 +35,14 @@ REMEDY = "Name the script and its config instead: optuna-dsat METHOD SCRIPT CONF
 """What to do where a command cannot be run here."""
 _POLL_S = 0.05
 _SHOWN_CHARS = 300
+_PACKAGES = str(Path(__file__).resolve().parents[3])
+_ENTER = (
+    "import sys; sys.path.insert(0, sys.argv[1]); "
+    "from optuna_dsat.runtime.isolation.world import run_apart; run_apart(*sys.argv[2:])"
+)
+"""Code of the process that becomes a command in overlays."""
+_CONFIGS = frozenset({".json", ".hjson", ".yaml", ".yml", ".toml", ".py"})
+"""Suffixes of files that a command may write anew each time, for the launch to read."""
 _REFUSED = re.compile(r"^[^:]*: error: |^(\w+\.)*\w+(Error|Exception): ")
 """Matches the beginning of an error message of argparse, or of an exception's last line."""
 _SHORTEST_WAIT_S = 0.3
@@ -196,8 +206,8 @@ def intercept(
     line = f"`{shlex.join(without_secrets(words))}`"
     if launcher is None:
         on_notice(
-            f"Running {line} up to the launch of a training, which is read and not started. Until then it writes to "
-            "your files as it always does."
+            f"Running {line} up to the launch of a training, which is read and not started. What it writes is "
+            "discarded, except what the launch names."
         )
     with tempfile.TemporaryDirectory(prefix="optuna-dsat-launch-") as made:
         folder = Path(made)
@@ -219,6 +229,7 @@ def intercept(
                 )
         except OSError as error:
             raise UsageError(f"{words[0]} cannot be run: {error.strerror}. {REMEDY}") from None
+        world = World.load(folder / f"{APART}.json")
         if isinstance(records, int) and launcher is not None:
             raise UsageError(f"{launcher} started no rank here: {_reason(log, code=records)}. {REMEDY}")
     if isinstance(records, int):
@@ -227,6 +238,8 @@ def intercept(
             f"{line} ended{how} and launched no training: neither by deepspeed, torchrun or accelerate, nor by a "
             f"Python script that begins to train with DeepSpeed. {REMEDY}"
         )
+    if launcher is None and (world.mode != "mount" or world.reason):
+        on_notice(f"{line} wrote to your files until its launch, as no overlay can be mounted: {world.reason}.")
     result, *others = records
     of_rank = result["environment"]
     ranks, nodes = ranks_of(of_rank)
@@ -296,8 +309,11 @@ def _first_ranks(
     file = cwd / words[0]
     if file.is_file():
         words = [*([] if os.access(file, os.X_OK) else ["bash"]), str(file), *words[1:]]
+    elif shutil.which(words[0], path=environ["PATH"]) is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+    apart = [] if output else [sys.executable, "-I", "-c", _ENTER, _PACKAGES, str(record.parent)]
     process = subprocess.Popen(
-        words,
+        [*apart, *words],
         cwd=cwd,
         env=environ,
         stdin=subprocess.DEVNULL,
@@ -312,6 +328,8 @@ def _first_ranks(
             if record.is_file():
                 result: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
                 groups.add(int(result["group"]))
+                if apart:
+                    _keep_named(result)
                 if "launcher" in result or ranks_of(result["environment"])[0] is not None:
                     return [result]
                 time.sleep(min(max((time.monotonic() - started) / 2, _SHORTEST_WAIT_S), _LONGEST_WAIT_S))
@@ -327,6 +345,27 @@ def _first_ranks(
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(group, signal.SIGKILL)
         process.wait()
+
+
+def _keep_named(rank: Mapping[str, Any]) -> None:
+    """Copy what a rank's launch names out of the overlays of its command: a script may write the config it names.
+
+    Files and folders that exist are kept, except for configs that the command has changed.
+    """
+    root, folder = Path(f"/proc/{rank['process']}/root"), Path(rank["folder"])
+    variables = [value for name, value in rank["environment"].items() if os.environ.get(name) != value]
+    given = [*rank["words"], *rank.get("launcher", {}).get("words", ())]
+    given += [word.partition("=")[2] for word in given]
+    for word in dict.fromkeys([str(folder), *given, *(value for value in variables if value.startswith("/"))]):
+        path = folder / word
+        seen = root / path.relative_to("/")
+        with contextlib.suppress(OSError, ValueError):  # no path, or of a rank on another machine
+            if seen.is_dir() and not path.exists():
+                shutil.copytree(seen, path, symlinks=True)
+            elif seen.is_file() and (not path.exists() or (path.suffix in _CONFIGS and path.is_file())):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if not path.exists() or seen.read_bytes() not in (b"", path.read_bytes()):
+                    shutil.copy(seen, path)
 
 
 def ranks_of(environment: Mapping[str, str]) -> tuple[int | None, int]:
