@@ -95,7 +95,7 @@ class SearchSpace:
     """Settings of an offload of the parameters to NVMe."""
     gradient_accumulation_steps: int = 1
     holds_accumulation: bool = False
-    """Whether every configuration has these steps, as the script accumulates as many by itself."""
+    """True if the script accumulates by a number in its own code: every configuration then has these steps."""
     samples_per_rank: int | None = None
     """Samples per rank and global step, kept by the accumulation; None if the global batch follows the micro-batch."""
     max_samples_per_rank: int | None = None

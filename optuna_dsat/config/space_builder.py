@@ -103,7 +103,7 @@ class SpaceRequest:
     ``train_batch_size``, pass the number from :func:`optuna_dsat.config.ds_config.batch_triangle`.
     """
     holds_accumulation: bool = False
-    """Whether the script accumulates by itself, so that every configuration has the user's accumulation steps."""
+    """True if the script accumulates by a number in its own code: every configuration then has the user's steps."""
     samples_per_rank: int | None = None
     """Samples per rank and global step that every configuration keeps: micro-batches are its divisors, and
     accumulation provides the rest. None if the global batch follows the micro-batch.

@@ -213,8 +213,6 @@ _OF_SECTIONS = {
     ZERO: ("stage", OFFLOAD_OPTIMIZER, OFFLOAD_PARAM),
 }
 """Section -> frequent keys."""
-_OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "SGD")
-_SCHEDULERS = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 
 
 def misspelt_keys(keys: Iterable[str]) -> dict[str, str]:
@@ -249,8 +247,8 @@ def correction(key: str, known: Iterable[str]) -> str:
     return f"Remove {key}, or write {corrected}" if near else f"Remove {key}"
 
 
-def correction_of_type(key: str, value: str) -> str:
-    """Return the remedy for an invalid ``optimizer.type`` or ``scheduler.type``."""
-    names = {name.lower(): name for name in (_OPTIMIZERS if key.startswith("optimizer") else _SCHEDULERS)}
+def correction_of_type(value: str, known: Iterable[str]) -> str:
+    """Return the remedy for a value that is not among the known ones, such as a misspelt ``optimizer.type``."""
+    names = {name.lower(): name for name in known}
     near = near_key(value, names)
     return f"Write {names[near]}" if near else f"Write one of {', '.join(names.values())}"

@@ -91,7 +91,7 @@ class ModelProfile(ModelFacts, Record):
 
     @classmethod
     def from_facts(cls, facts: ModelFacts) -> ModelProfile:
-        """Build from what a rank measured."""
+        """Build from the measurements of a rank."""
         return cls.from_json(asdict(facts))
 
 

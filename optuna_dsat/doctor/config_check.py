@@ -14,7 +14,14 @@ from optuna_dsat.config.documents import as_written
 from optuna_dsat.config.ds_config import AUTO, BATCH_KEYS, GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, ZERO
 from optuna_dsat.config.knobs import KNOBS, NVME, ZERO_STAGE, ZERO_STAGES, Site
 from optuna_dsat.config.space_builder import site_of
-from optuna_dsat.config.user_file import QUOTED_NUMBER, correction, knob_lists, near_key, shape_errors
+from optuna_dsat.config.user_file import (
+    QUOTED_NUMBER,
+    correction,
+    correction_of_type,
+    knob_lists,
+    near_key,
+    shape_errors,
+)
 from optuna_dsat.doctor.config_probe import UNKNOWN
 from optuna_dsat.doctor.finding import Finding, Status, finding_of
 from optuna_dsat.doctor.libraries import run_probe
@@ -197,9 +204,7 @@ def _of_refusals(config: Mapping[str, Any], probed: Mapping[str, Any], autos: li
         elif unexpected := _UNEXPECTED.search(text):
             yield _finding(keys, Status.FATAL, f"{unexpected[1]} takes no such parameter", f"Remove {', '.join(keys)}")
         elif key in probed["choices"]:
-            names = {item.lower(): item for item in probed["choices"][key]}
-            near = near_key(str(value), names)
-            remedy = f"Write {names[near]}" if near else f"Write one of {', '.join(names.values())}"
+            remedy = correction_of_type(str(value), probed["choices"][key])
             yield _finding([key], Status.FATAL, f"DeepSpeed {probed['version']} has no {as_written(value)}", remedy)
         elif isinstance(value, str) and QUOTED_NUMBER.fullmatch(value):
             yield _finding([key], Status.FATAL, f"{key} is {_shown(key, value)}, in quotes", _unquoted(key, value))

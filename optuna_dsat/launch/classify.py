@@ -65,13 +65,15 @@ _FROM_OUTSIDE = " from outside: neither by the search nor, by its count, by the 
 _QUIET_SIGNALS = frozenset({signal.SIGABRT, signal.SIGTERM})
 """Signals that are usually the consequence of another rank's failure, not the cause."""
 
-_TYPE_REFUSED = {
-    "optimizer.type": "is not a supported DeepSpeed Optimizer",
-    "scheduler.type": "does not recognize LR scheduler",
+_OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "SGD")
+_SCHEDULERS = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+_TYPES = {
+    "optimizer.type": ("is not a supported DeepSpeed Optimizer", _OPTIMIZERS),
+    "scheduler.type": ("does not recognize LR scheduler", _SCHEDULERS),
 }
-"""Key -> DeepSpeed's error for its value, which does not contain the key (0.19)."""
-_MISMATCH = "mismatch TrainingArguments"
-"""The Hugging Face Trainer's error for values that differ from its own."""
+"""Key -> DeepSpeed's error for its value, which does not contain the key (0.19), and frequent values."""
+MISMATCH = "mismatch TrainingArguments"
+"""The Hugging Face Trainer's error for values that differ from its own, which recommends 'auto'."""
 
 
 def classify(facts: LaunchFacts) -> Verdict:
@@ -214,12 +216,13 @@ def _values_in_doubt(failed: RankFailed, facts: LaunchFacts) -> str:
         config |= {key: values[0] for key, values in event.differences.items()}
     strings = {key: value for key, value in config.items() if isinstance(value, str)}
     quoted = {key: value for key, value in strings.items() if QUOTED_NUMBER.fullmatch(value)}
-    if _MISMATCH in text:  # written as equal: "gradient_clipping=1.0 vs hf max_grad_norm=1.0"
+    if MISMATCH in text:  # written as equal: "gradient_clipping=1.0 vs hf max_grad_norm=1.0"
         return _not_numbers({key: value for key, value in quoted.items() if f" {key}=" in text})
     strings = {key: value for key, value in strings.items() if key not in text}
-    for key, sign in _TYPE_REFUSED.items():
+    for key, (sign, known) in _TYPES.items():
         if sign in text and (value := strings.get(key)):
-            return f"; {key} is {value!r}{'' if value == AUTO else f'. {correction_of_type(key, value)}'}"
+            remedy = "" if value == AUTO else f". {correction_of_type(value, known)}"
+            return f"; {key} is {value!r}{remedy}"
     built = {key: value for key, value in strings.items() if key.startswith(("optimizer.params.", "scheduler.params."))}
     if named := [key for key in built if built[key] in text and re.search(rf"\b{key.rpartition('.')[2]}\b", text)]:
         return "".join(f"; {key} is {built[key]!r}" for key in named)

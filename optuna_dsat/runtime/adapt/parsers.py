@@ -62,6 +62,19 @@ _DEPTH = 8
 """Maximum depth at which nested settings are searched."""
 
 
+@cache  # called at each forward pass
+def _numbers_in(arguments: Sequence[str]) -> dict[str, int]:
+    """Return the sizes in arguments ``key=N``, and the batch sizes in ``--key N`` and ``--key=N``."""
+    result: dict[str, int] = {}
+    for word, following in zip(arguments, [*arguments[1:], ""]):
+        name, equals, value = word.partition("=")
+        is_option = name.startswith("-")
+        text = value if equals else following if is_option else ""
+        if name and text.isdecimal() and is_size(int(text)) and (not is_option or names_training_batch(name)):
+            result.setdefault(name if is_option else f"{name.lstrip('+')}=", int(text))
+    return result
+
+
 class ParserWatch:
     """Records parsed values. ``simple_parsing`` and ``HfArgumentParser`` are subclasses of argparse's parser."""
 
@@ -76,14 +89,8 @@ class ParserWatch:
 
     def numbers(self) -> dict[str, int]:
         """Return ``options``, and the arguments ``key=N`` and batch sizes ``--key N`` that the script parses itself."""
-        result = dict(self.options)
-        for word, following in zip(sys.argv[1:], [*sys.argv[2:], ""]):
-            name, equals, value = word.partition("=")
-            is_option = name.startswith("-")
-            text = value if equals else following if is_option else ""
-            if name and text.isdecimal() and is_size(int(text)) and (not is_option or names_training_batch(name)):
-                result.setdefault(name if is_option else f"{name.lstrip('+')}=", int(text))
-        return result
+        others = _numbers_in(tuple(sys.argv[1:]))
+        return {**self.options, **{name: value for name, value in others.items() if name not in self.options}}
 
     def install(self) -> None:
         """Start recording values parsed by argparse; other libraries are patched on import (``callbacks``)."""

@@ -204,12 +204,11 @@ def _mean_of(logs: Sequence[float]) -> Interval:
 
 def mean_metrics(launches: Sequence[RoundLaunch]) -> dict[str, float]:
     """Return all metrics of a configuration over launches: geometric means, the maximum of memory."""
-    names = dict.fromkeys(name for launch in launches for name in launch.metrics)
-    values = {name: [launch.metrics[name] for launch in launches if name in launch.metrics] for name in names}
     result: dict[str, float] = {}
-    for name, all_ in values.items():
-        mean = statistics.geometric_mean if min(all_) > 0 else statistics.fmean
-        result[name] = max(all_) if name.endswith("_bytes") else mean(all_)
+    for name in dict.fromkeys(name for launch in launches for name in launch.metrics):
+        values = [launch.metrics[name] for launch in launches if name in launch.metrics]
+        mean = statistics.geometric_mean if min(values) > 0 else statistics.fmean
+        result[name] = max(values) if name.endswith("_bytes") else mean(values)
     return result
 
 

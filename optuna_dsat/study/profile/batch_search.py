@@ -40,10 +40,9 @@ def find_batch_rule(
 ) -> BatchRule | None:
     """Return the rule that sets the script's batch size; None if it already follows the DeepSpeed config, row by row.
 
-    A launch at the script's own size does not show this: a launch at another size must.
-
-    Two launches reveal rows per sample (views, pairs, groups): the engine's input rows have the same ratio to the
-    micro-batch in both. For an option that the user mapped, only its rows per sample are detected.
+    A launch at the script's own size does not show this: a launch at another size must. Two launches reveal rows per
+    sample (views, pairs, groups): the engine's input rows have the same ratio to the micro-batch in both. For an option
+    that the user mapped, only its rows per sample are detected.
 
     Raises:
         UsageError: If an option that the user mapped does not change the engine's inputs.

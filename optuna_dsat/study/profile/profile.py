@@ -20,6 +20,7 @@ from optuna_dsat.config.structures import GUIDE_ORDER, Structure
 from optuna_dsat.config.user_file import correction
 from optuna_dsat.cost.memory import ModelProfile
 from optuna_dsat.errors import DsatError, NothingRunnableError, ScriptFailedError
+from optuna_dsat.launch.classify import MISMATCH
 from optuna_dsat.launch.follow import SlotWait, follow
 from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.protocol import Launcher, LaunchReport, LaunchRequest
@@ -197,10 +198,8 @@ def measure_profile(
                 accumulation_option=accumulation_option,
                 only_zero_3=only_zero_3,
                 least_micro_batch=least,
-                holds_accumulation=(
-                    attempt.accumulation * record.passes_per_micro_batch == own.gradient_accumulation_steps > 1
-                    and trainer is None
-                ),
+                holds_accumulation=trainer is None
+                and attempt.accumulation * record.passes_per_micro_batch == own.gradient_accumulation_steps > 1,
             )
         # A later launch may set a value that the script has as well: only an earlier launch then shows the difference.
         parts = {**record.config_differences, **parts}
@@ -347,8 +346,6 @@ _OTHER_LAUNCHERS = re.compile(
 """Variables in which srun and mpirun set the rank."""
 _OF_STRINGS = re.compile(r"""['"]auto['"]|TypeError.*'str'""")
 """Matches errors that "auto" in a config causes where nobody fills it in."""
-_MISMATCH = "mismatch TrainingArguments"
-"""The Trainer's own error, which recommends 'auto'."""
 _UNEXPECTED = re.compile(r"got an unexpected keyword argument '(\w+)'")
 _NO_BUILD = re.compile(r"\S+: (?:command )?not found|Ninja is required|CUDA_HOME|nvcc")
 """Matches the causes of a failed build that tools on the machine remove."""
@@ -416,7 +413,7 @@ def _of_auto(message: str, config: Mapping[str, Any], record: LaunchRecord) -> s
     """Return where "auto" is filled in, if it may have caused the error; a key that the error names alone counts."""
     autos = [key for key, value in config.items() if value == ds_config.AUTO]
     autos = [key for key in autos if f"{key} is" in message] or autos
-    if not autos or _MISMATCH in message or not _OF_STRINGS.search(message):
+    if not autos or MISMATCH in message or not _OF_STRINGS.search(message):
         return ""
     if record.trainer is not None and record.trainer.framework == "transformers":
         return (

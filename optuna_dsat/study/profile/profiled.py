@@ -46,7 +46,7 @@ class Profiled(Record):
     least_micro_batch: int = 1
     """Smallest micro-batch that the script trains with, as far as known: larger than 1 where it failed at less."""
     holds_accumulation: bool = False
-    """Whether every trial has the user's accumulation steps, as the script accumulates as many by its own code."""
+    """True if the script accumulates by a number in its own code: every trial then has the user's steps."""
     data_parallel_size: int | None = None
     """Ranks that consume different samples; None for all ranks (profiles of older versions)."""
     takes_local_rank: str | bool = ""
