@@ -6,9 +6,10 @@ is a sum of independent parts:
 - of its structure (ZeRO stage and offload), of what several structures have in common (ZeRO 3, an offload), and of the
   lineage;
 - of each other knob's value, mostly the same in all structures; for numeric knobs, close values have similar residuals;
-- of the micro-batch: smooth functions of its logarithm (a shared function and a function per structure), which can
-  follow any smooth curve; and the work that kernels waste on incomplete tiles ("tile quantization" in NVIDIA, "Matrix
-  Multiplication Background"), the logarithm of ``ceil(m / t) t / m`` for tiles of ``t`` samples;
+- of the micro-batch: smooth functions of its logarithm (a shared function and a function per structure); a rough
+  function (Matérn 1/2), so that a size at which speed drops at once says little about other sizes; and the work that
+  kernels waste on incomplete tiles ("tile quantization" in NVIDIA, "Matrix Multiplication Background"), the logarithm
+  of ``ceil(m / t) t / m`` for tiles of ``t`` samples;
 - of the share of memory in use;
 - of the coefficients' uncertainty, by the model's derivatives.
 
@@ -53,9 +54,9 @@ _DOUBTED_STRUCTURE, _DOUBTED_KNOB = 0.3, 0.5
 _DECADE_WIDTH, _SMOOTH_SHARE = 1.0, 0.7
 """Length scale of a knob's size in decades, and the share of its variance that is smooth in the size."""
 _SIZE_SD, _STRUCTURE_SIZE_SD, _SHORT_SIZE_SD = 0.06, 0.03, 0.02
-"""Prior standard deviations of the micro-batch's parts: slow and shared, slow and per structure, fast and shared."""
+"""Prior standard deviations of parts of the micro-batch: smooth and shared, smooth and per structure, rough."""
 _SIZE_WIDTH, _SHORT_SIZE_WIDTH = 3.0, 1.0
-"""Length scales of the slow and the fast parts, in doublings."""
+"""Length scales of the smooth and the rough parts, in doublings."""
 _TILES, _TILE_SD = (2, 4, 8, 16, 32, 64), 0.04
 """Samples per tile, and the standard deviation of the share of the work that each tile size wastes."""
 _FILL_WIDTH = 0.2
@@ -244,18 +245,18 @@ class ResidualGP:
         return shared @ self.weights, np.maximum(variance, 0.0)
 
     def size_means(self, structure: Numbers, micro_batch: Numbers) -> Numbers:
-        """Return the posterior mean of the micro-batch's smooth parts of the residual, (..., n) as ``micro_batch``."""
+        """Return the posterior mean of the micro-batch's parts of the residual, (..., n) as ``micro_batch``."""
         points, factor = self.points, self.factors["size"]
         result = np.zeros(micro_batch.shape)
         if not len(points.row):
             return result
         grid = np.linspace(0.0, max(1.0, float(np.log2(micro_batch.max()))), _GRID_POINTS)
-        slow = _bell(grid, np.log2(points.micro_batch), _SIZE_WIDTH)
-        shared = _SIZE_SD**2 * slow + _SHORT_SIZE_SD**2 * _bell(grid, np.log2(points.micro_batch), _SHORT_SIZE_WIDTH)
+        smooth = _bell(grid, np.log2(points.micro_batch), _SIZE_WIDTH)
+        shared = _SIZE_SD**2 * smooth + _SHORT_SIZE_SD**2 * _rough(grid, np.log2(points.micro_batch), _SHORT_SIZE_WIDTH)
         place = np.log2(micro_batch)
         result += np.interp(place, grid, factor * shared @ self.weights)
         for group in np.unique(points.structure):
-            own = factor * _STRUCTURE_SIZE_SD**2 * slow @ np.where(points.structure == group, self.weights, 0.0)
+            own = factor * _STRUCTURE_SIZE_SD**2 * smooth @ np.where(points.structure == group, self.weights, 0.0)
             result += np.where(structure == group, np.interp(place, grid, own), 0.0)
         return result
 
@@ -267,7 +268,7 @@ class ResidualGP:
         configuration += _FILL_SD**2 * _bell(a.fill, b.fill, _FILL_WIDTH)
         octaves = np.log2(a.micro_batch), np.log2(b.micro_batch)
         size = _bell(*octaves, _SIZE_WIDTH) * (_SIZE_SD**2 + _STRUCTURE_SIZE_SD**2 * same)
-        size += _SHORT_SIZE_SD**2 * _bell(*octaves, _SHORT_SIZE_WIDTH)
+        size += _SHORT_SIZE_SD**2 * _rough(*octaves, _SHORT_SIZE_WIDTH)
         record = {
             "given": a.coefficient_factors @ b.coefficient_factors.T,
             "structure": _STRUCTURE_SD**2 * same + (a.kinds * _KIND_SD**2) @ b.kinds.T,
@@ -369,6 +370,12 @@ def _knob(place: int) -> str:
 def _bell(a: Numbers, b: Numbers, width: float) -> Numbers:
     """Return the squared exponential kernel, shape (len(a), len(b))."""
     result: Numbers = np.exp(-0.5 * ((a[:, None] - b[None, :]) / width) ** 2)
+    return result
+
+
+def _rough(a: Numbers, b: Numbers, width: float) -> Numbers:
+    """Return the exponential kernel, shape (len(a), len(b)); its functions are continuous, but not smooth."""
+    result: Numbers = np.exp(-np.abs(a[:, None] - b[None, :]) / width)
     return result
 
 

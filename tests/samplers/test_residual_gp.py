@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -88,3 +90,12 @@ def test_a_measurement_in_a_launch_is_worth_more_than_in_another_where_the_level
     new = result.points.take(np.arange(1))
     assert result.change_within(0, new).shape == (1,)
     assert np.all(np.isfinite(result.change_within(0, new)))
+
+
+def test_a_drop_at_one_micro_batch_says_little_about_others() -> None:
+    sizes = np.array([8.0, 64.0, 512.0, 568.0, 640.0, 704.0, 768.0])
+    points = replace(points_of(np.zeros(7, dtype=np.int64), np.zeros(7, dtype=np.int64)), micro_batch=sizes)
+    measured = np.array([-0.1, -0.06, -0.05, -0.03, -0.01, 0.0, -0.4])
+    result = ResidualGP(points, measured, [])
+    assert sizes[np.argmax(result.posterior_means)] == 704
+    assert result.posterior_means[5] - result.posterior_means[2] == pytest.approx(0.05, abs=0.02)
