@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from optuna_dsat.cli.parsing.parameters import (
-    DEFAULT_STORAGE,
     Json,
     LatestName,
     Storage,
@@ -28,6 +27,7 @@ from optuna_dsat.cli.tables import notify, print_table
 from optuna_dsat.errors import UsageError
 from optuna_dsat.escape.paths import page_address
 from optuna_dsat.escape.terminal import say, say_prose
+from optuna_dsat.study.options.declaration import DEFAULT_STORAGE
 
 if TYPE_CHECKING:
     from optuna_dsat.report.dashboard.publish import Published

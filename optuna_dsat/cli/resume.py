@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from optuna_dsat.cli.parsing.commands import again
-from optuna_dsat.cli.parsing.parameters import DEFAULT_STORAGE, Json, Name, Quiet, Storage, option
+from optuna_dsat.cli.parsing.parameters import Json, Name, Quiet, Storage, option
 from optuna_dsat.cli.search import OutputOptions, on_end_of, run_request
 from optuna_dsat.cli.tables import notify
 from optuna_dsat.errors import UsageError
 from optuna_dsat.escape.terminal import say
+from optuna_dsat.study.options.declaration import DEFAULT_STORAGE
 from optuna_dsat.tuning.options.tune_options import TuneOptions
 
 if TYPE_CHECKING:

@@ -126,8 +126,10 @@ def run(method: str | None, given: Given, output: OutputOptions) -> None:
             ended = run_request(
                 studies[0].request, end=end, quiet=options.quiet, as_json=output.json_output, price=output.price
             )
-    if options.run_full_experiment:
-        _train(ended, as_json=output.json_output)
+    if options.run_full_experiment and ended.result is not None:
+        from optuna_dsat.tuning.run import train_with_best
+
+        sys.exit(train_with_best(ended, ended.result, stdout=sys.stderr if output.json_output else None))
 
 
 def _preview(prepared: Prepared, *, shown: bool) -> dict[str, Any]:
@@ -182,14 +184,6 @@ def _run_each(studies: Sequence[Prepared], output: OutputOptions) -> tuple[Study
         command = stored_command("report", *measured, storage=storage, shown_url=display_url(storage))
         say(f"Side by side: {command}")
     return best, result
-
-
-def _train(ended: StudyRun, *, as_json: bool) -> None:
-    """Train with the result of a run, if any, and exit with the exit code of the training."""
-    from optuna_dsat.tuning.run import train_with_best
-
-    if ended.result is not None:
-        sys.exit(train_with_best(ended, ended.result, stdout=sys.stderr if as_json else None))
 
 
 def run_request(

@@ -139,18 +139,18 @@ def show_by_gpus(result: Sequence[AtGpus], *, best: StudyResult, as_json: bool =
 
 def _print_bars(rows: Sequence[AtGpus], shares: Sequence[float | None], *, unit: str) -> None:
     """Print the throughput at each number of GPUs as a bar; a dot marks linear scaling."""
-    measured = [(item, share) for item, share in zip(rows, shares, strict=True) if item.samples_per_s and share]
+    rates = ((row.gpus, row.samples_per_s, share) for row, share in zip(rows, shares, strict=True))
+    measured = [(gpus, rate, share) for gpus, rate, share in rates if rate and share]
     if len(measured) < 2:
         return
-    ideals = [(item.samples_per_s or 0.0) / share for item, share in measured]
-    scale = _BAR_CELLS / max(max(ideals), max(item.samples_per_s or 0.0 for item, _ in measured))
+    scale = _BAR_CELLS / max(max(rate, rate / share) for _, rate, share in measured)
     say_prose(f"Scaling: samples/s with the number of {unit}s; the dot is where they would be if they grew with it.")
-    for (row, share), ideal in zip(measured, ideals, strict=True):
-        filled, dot = max(1, round(scale * (row.samples_per_s or 0.0))), max(1, round(scale * ideal))
+    for gpus, rate, share in measured:
+        filled, dot = max(1, round(scale * rate)), max(1, round(scale * rate / share))
         bar = ("#" * filled).ljust(max(filled, dot))
         if dot > filled:
             bar = bar[: dot - 1] + "."
-        say(f"{row.gpus:>6} {bar} {count_in_words(row.samples_per_s or 0.0)}, {share:.0%}")
+        say(f"{gpus:>6} {bar} {count_in_words(rate)}, {share:.0%}")
 
 
 def show_preview(spec: StudySpec, space: SearchSpace, preview: Mapping[str, Any]) -> None:

@@ -14,7 +14,6 @@ import typer
 
 from optuna_dsat.cli.parsing.help import HelpCommand, HelpGroup
 from optuna_dsat.cli.parsing.parameters import (
-    DEFAULT_STORAGE,
     Json,
     LatestName,
     Name,
@@ -30,6 +29,7 @@ from optuna_dsat.errors import StorageUrlError, UnreadableStudyError, UsageError
 from optuna_dsat.escape.terminal import plain, say, say_prose
 from optuna_dsat.runtime.files import write_output
 from optuna_dsat.secrecy.shapes import hidden_data
+from optuna_dsat.study.options.declaration import DEFAULT_STORAGE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -44,12 +44,6 @@ _MOST_SHOWN = 5
 """Maximum number of search trials in ``show``."""
 
 
-def _open(storage: str) -> Store:
-    from optuna_dsat.store import Store
-
-    return Store.open(storage, create=False)
-
-
 def read_study(storage: str, name: str | None) -> StoredStudy:
     """Return a study of a database; the latest one without a name."""
     from optuna_dsat.study.stored import read_stored
@@ -60,10 +54,11 @@ def read_study(storage: str, name: str | None) -> StoredStudy:
 
 def studies(storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
     """List the studies of a database."""
+    from optuna_dsat.store import Store
     from optuna_dsat.study.stored import StoredStudy, UnreadableStudy, readable_studies
     from optuna_dsat.words import date_in_words
 
-    with _open(storage) as store:
+    with Store.open(storage, create=False) as store:
         result = list(readable_studies(store))
     unreadable = [study for study in result if isinstance(study, UnreadableStudy)]
     readable = [study for study in result if isinstance(study, StoredStudy)]
@@ -254,7 +249,7 @@ def delete(
     """Delete a study from the database; its files in the output directory stay."""
     from optuna_dsat.study.stored import record_of
 
-    with _open(storage) as store:
+    with opened(storage, name) as (store, name):
         record_of(store, name)
         _refuse_live(store, name)
         if not yes:

@@ -10,11 +10,12 @@ from typing import Annotated, NoReturn
 import typer
 
 from optuna_dsat.cli.parsing.commands import origins_of
-from optuna_dsat.cli.parsing.parameters import DEFAULT_STORAGE, Storage, complete_studies
+from optuna_dsat.cli.parsing.parameters import Storage, complete_studies
 from optuna_dsat.cli.resume import Approval, Python, Trust, Workdir, ask_for_secrets
 from optuna_dsat.cli.tables import notify
 from optuna_dsat.errors import UsageError
 from optuna_dsat.script.trial_class import DEFAULT_LENGTH, Length, is_trial_class
+from optuna_dsat.study.options.declaration import DEFAULT_STORAGE
 
 _LENGTH = "LENGTH"
 _OF_CLASS = (

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from optuna_dsat.cli.parsing.parameters import DEFAULT_STORAGE, Json, LatestName, Storage, option
+from optuna_dsat.cli.parsing.parameters import Json, LatestName, Storage, option
 from optuna_dsat.cli.studies import read_study
 from optuna_dsat.cli.tables import UNBOUNDED, print_table
 from optuna_dsat.escape.terminal import plain, say_prose
 from optuna_dsat.secrecy.shapes import hidden_data
+from optuna_dsat.study.options.declaration import DEFAULT_STORAGE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

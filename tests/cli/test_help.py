@@ -175,7 +175,7 @@ def test_help_imports_nothing_that_a_search_needs(tmp_path: Path) -> None:
 
 def test_a_command_imports_no_other_and_no_spec_of_a_search(tmp_path: Path) -> None:
     result = imported(tmp_path, ["--version"], ["studies", "--help"])
-    commands = {f"optuna_dsat.cli.{entry.module}" for entry in COMMANDS.values()}
+    commands = {f"optuna_dsat.cli.{module}" for _, module, _ in COMMANDS.values()}
     assert commands & result == {"optuna_dsat.cli.studies"}
     assert not {"optuna_dsat.study.spec", "optuna_dsat.tuning.options.tune_options"} & result
     assert "gc frozen" in result, "no look for garbage in all modules at the end"

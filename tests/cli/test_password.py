@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 from sqlalchemy import make_url
 
-from optuna_dsat.cli.parsing.rewriting import STORAGE_ENV, without_password, without_secrets_of
+from optuna_dsat.cli.parsing.rewriting import without_password, without_secrets_of
+from optuna_dsat.study.options.declaration import STORAGE_ENV
 
 SECRET = "postgresql://me:geheim@host/db"
 PLAIN = ("optuna-dsat", "random", "train.py", "ds.json")

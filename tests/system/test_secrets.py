@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import MetaData, create_engine, make_url, select
 
-from optuna_dsat.cli.parsing.rewriting import STORAGE_ENV
+from optuna_dsat.study.options.declaration import STORAGE_ENV
 from tests.harness.commands import Command, search, write_config
 
 pytestmark = pytest.mark.torchrun

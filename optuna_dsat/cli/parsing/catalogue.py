@@ -7,73 +7,55 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import ItemsView, ValuesView
-from dataclasses import dataclass
 from typing import Any
 
 import typer
 
 from optuna_dsat.cli.parsing.help import HelpCommand, HelpGroup
 
-_BEFORE = "Before a search"
-_SEARCH = "Search and train"
-_LOOK = "Look at a result"
-_MANAGE = "Manage studies"
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Entry:
-    """Location of a command's definition."""
-
-    module: str
-    """Module of ``optuna_dsat.cli``."""
-    attribute: str
-    """A function, or a ``typer.Typer`` of further commands."""
-    panel: str
-    """Group of commands in the help."""
-
-
-COMMANDS: dict[str, _Entry] = {
-    name: _Entry(module=module, attribute=attribute, panel=panel)
+COMMANDS: dict[str, tuple[str, str, str]] = {
+    name: (panel, module, attribute)
     for panel, entries in {
-        _BEFORE: (
-            ("doctor", "doctor", "doctor"),
-            ("check", "doctor", "check"),
-            ("plan", "plan", "plan"),
-            ("init", "init", "init"),
-        ),
-        _SEARCH: (
-            ("guided", "search", "guided_search"),
-            ("asha", "search", "asha_search"),
-            ("binary", "search", "binary_search"),
-            ("random", "search", "random_search"),
-            ("tune", "search", "tune_search"),
-            ("run", "search", "run_search"),
-            ("resume", "resume", "resume"),
-            ("worker", "resume", "worker"),
-            ("train", "train", "train"),
-        ),
-        _LOOK: (
-            ("show", "studies", "show"),
-            ("best", "studies", "best"),
-            ("trials", "trials", "trials"),
-            ("explain", "report", "explain"),
-            ("report", "report", "report"),
-            ("dashboard", "report", "dashboard"),
-        ),
-        _MANAGE: (
-            ("studies", "studies", "studies"),
-            ("export", "trials", "export"),
-            ("delete", "studies", "delete"),
-            ("db", "studies", "database"),
-        ),
+        "Before a search": {
+            "doctor": ("doctor", "doctor"),
+            "check": ("doctor", "check"),
+            "plan": ("plan", "plan"),
+            "init": ("init", "init"),
+        },
+        "Search and train": {
+            "guided": ("search", "guided_search"),
+            "asha": ("search", "asha_search"),
+            "binary": ("search", "binary_search"),
+            "random": ("search", "random_search"),
+            "tune": ("search", "tune_search"),
+            "run": ("search", "run_search"),
+            "resume": ("resume", "resume"),
+            "worker": ("resume", "worker"),
+            "train": ("train", "train"),
+        },
+        "Look at a result": {
+            "show": ("studies", "show"),
+            "best": ("studies", "best"),
+            "trials": ("trials", "trials"),
+            "explain": ("report", "explain"),
+            "report": ("report", "report"),
+            "dashboard": ("report", "dashboard"),
+        },
+        "Manage studies": {
+            "studies": ("studies", "studies"),
+            "export": ("trials", "export"),
+            "delete": ("studies", "delete"),
+            "db": ("studies", "database"),
+        },
     }.items()
-    for name, module, attribute in entries
+    for name, (module, attribute) in entries.items()
 }
-"""Name of a command -> its definition, in the order of the help."""
+"""Name of a command, in the order of the help -> its group in the help, its module of ``optuna_dsat.cli``, and its
+function or ``typer.Typer`` of further commands.
+"""
 
-SEARCHES = frozenset(name for name, entry in COMMANDS.items() if entry.module == "search")
+SEARCHES = frozenset(name for name, (_, module, _) in COMMANDS.items() if module == "search")
 """Commands that take a training command."""
-
 
 _TAKE_COMMAND = ("check",)
 """Commands whose options precede their arguments, which end with a training command."""
@@ -97,8 +79,8 @@ class _Commands(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         command = super().__getitem__(name)
-        if isinstance(command, _Entry):
-            command = self[name] = _build(name, command)
+        if isinstance(command, tuple):
+            command = self[name] = _build(name, *command)
         return command
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -111,9 +93,9 @@ class _Commands(dict[str, Any]):
         return ValuesView(self)
 
 
-def _build(name: str, entry: _Entry) -> Any:
+def _build(name: str, panel: str, module: str, attribute: str) -> Any:
     """Import a command and return typer's command object."""
-    result = getattr(importlib.import_module(f"optuna_dsat.cli.{entry.module}"), entry.attribute)
+    result = getattr(importlib.import_module(f"optuna_dsat.cli.{module}"), attribute)
     if isinstance(result, typer.Typer):
         command = typer.main.get_command(result)
         command.name = name
@@ -127,5 +109,5 @@ def _build(name: str, entry: _Entry) -> Any:
         command.first = first_options(result)
         command.takes_launcher = name in SEARCHES
         command.allow_interspersed_args = name not in _TAKE_COMMAND
-    command.rich_help_panel = entry.panel  # type: ignore[attr-defined]
+    command.rich_help_panel = panel  # type: ignore[attr-defined]
     return command

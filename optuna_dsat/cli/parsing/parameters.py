@@ -21,22 +21,6 @@ from optuna_dsat.study.options.declaration import DEFAULT_STORAGE, STORAGE_ENV
 if TYPE_CHECKING:
     from optuna_dsat.store import Store
 
-__all__ = [
-    "DEFAULT_STORAGE",
-    "Json",
-    "LatestName",
-    "Name",
-    "Quiet",
-    "Storage",
-    "complete_studies",
-    "confirm_replacing",
-    "opened",
-    "option",
-    "say_written",
-    "stored_command",
-]
-
-
 option = partial(typer.Option, show_default=False)
 """Option without a default, or whose help names its default."""
 _MOST_CHARS = 2**20
@@ -109,7 +93,10 @@ def confirm_replacing(path: Path, *, is_ours: Callable[[str], bool]) -> None:
         typer.Abort: If the answer is no.
     """
     try:
-        content = _beginning(path) if path.is_file() else ""
+        if not path.is_file():
+            return
+        with path.open(encoding="utf-8", errors="replace") as file:
+            content = file.read(_MOST_CHARS)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}.") from None
     if not content or stream_of(path) is not None or is_ours(content):
@@ -128,8 +115,3 @@ def say_written(path: Path) -> None:
     """Print the path of an output file; not of a pipe or device."""
     if path.is_file() and stream_of(path) is None:
         say(path)
-
-
-def _beginning(path: Path) -> str:
-    with path.open(encoding="utf-8", errors="replace") as file:
-        return file.read(_MOST_CHARS)

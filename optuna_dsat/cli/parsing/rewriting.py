@@ -14,16 +14,6 @@ from optuna_dsat.secrecy.names import is_secret_name
 from optuna_dsat.secrecy.references import References, refer_in_command
 from optuna_dsat.study.options.declaration import STORAGE_ENV
 
-__all__ = [
-    "COUNTS",
-    "STORAGE_ENV",
-    "hide_secrets",
-    "lift_option",
-    "spread_numbers",
-    "without_password",
-    "without_secrets_of",
-]
-
 COUNTS = ("--zero-stages", "--gpus-per-trial", "--cpu-ranks")
 """Options that accept several numbers."""
 
@@ -91,9 +81,8 @@ def without_password(command: Sequence[str]) -> tuple[list[str], str | None]:
 
 
 def _has_password(url: str) -> bool:
-    if _PASSWORD.match(url):
-        return True
-    return any("pass" in name.lower() or is_secret_name(name) for name in _QUERY_NAME.findall(url))
+    names = _QUERY_NAME.findall(url)
+    return bool(_PASSWORD.match(url)) or any("pass" in name.lower() or is_secret_name(name) for name in names)
 
 
 def without_secrets_of(command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
