@@ -1,24 +1,31 @@
-"""What breaks launches, against the exact posterior, and as a search uses it."""
+"""What failures teach: their causes, the probability that a configuration runs, and searches that leave what fails."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import optuna
 import pytest
-from optuna.pruners import NopPruner
-from optuna.trial import FrozenTrial, TrialState
+from optuna.pruners import BasePruner, NopPruner
+from optuna.samplers import BaseSampler
+from optuna.trial import FrozenTrial, Trial, TrialState
 
+from optuna_dsat.config.space_builder import SpaceRequest, build_space
+from optuna_dsat.guided.candidates import Observations
 from optuna_dsat.guided.diagnosis import Components, Diagnosis
 from optuna_dsat.guided.planner import GuidedPlanner
 from optuna_dsat.guided.problem import Problem
+from optuna_dsat.guided.run_probability import RunProbability
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.samplers import GuidedSampler
+from optuna_dsat.pruners import AshaPruner, DeepSpeedPruner
+from optuna_dsat.samplers import BinarySearchSampler, GuidedSampler, LineageRandomSampler
 from optuna_dsat.trials import attributes
-from optuna_dsat.trials.lineage import STRUCTURE
-from tests.harness.small_model import CONFIG, HARDWARE, KEPT, PROFILE, Machine, small_space
+from optuna_dsat.trials.lineage import MICRO_BATCH, STRUCTURE, ZERO_STAGE
+from tests.harness.small_model import CONFIG, GIB, HARDWARE, KEPT, PROFILE, Machine, small_space
 
 BY_CHANCE = 0.02
 NONE = np.zeros((0, 2), dtype=np.int64)
@@ -104,3 +111,149 @@ def test_a_structure_that_is_refused_is_left_after_a_few_launches(kit: SimpleNam
     assert failed, "the user's own is one of them"
     assert max(failed.count(item) for item in failed) <= 4
     assert len(failed) <= 10
+
+
+Launches = Sequence[tuple[int, int, bool]]
+"""Row, micro-batch, and whether it fitted, of each."""
+
+
+@pytest.fixture(scope="module")
+def problem() -> Problem:
+    space = small_space(no_tune=KEPT[1:])
+    return GuidedPlanner(Problem(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=space)).problem
+
+
+def observed(launches: Launches) -> Observations:
+    rows, sizes, fits = (np.array(column) for column in zip(*launches, strict=True))
+    count, no = len(launches), np.zeros(len(launches), dtype=bool)
+    unknown = np.full(count, np.nan)
+    return Observations(
+        number=np.arange(count),
+        row=rows,
+        micro_batch=sizes.astype(np.float64),
+        accumulation=np.ones(count),
+        value=unknown,
+        peak=unknown,
+        phases=np.full((4, count), np.nan),
+        overhead=unknown,
+        device_out_of_memory=~fits.astype(bool),
+        host_out_of_memory=no,
+        broken=no,
+        fits=fits.astype(bool),
+        pending=no,
+        launch=np.arange(count),
+        used={},
+    )
+
+
+def chances(problem: Problem, launches: Launches, asked: Sequence[tuple[int, int]]) -> list[float]:
+    """Return the probabilities to fit of rows at micro-batches, by a posterior that is sure that all fit."""
+
+    def predict(inputs: Any) -> tuple[Any, Any, Any]:
+        count = len(inputs.lineage)
+        return np.full(count, 1.0), np.full(count, 10.0 * GIB), np.full(count, 1.0 * GIB)
+
+    result = RunProbability(problem, observed(launches), SimpleNamespace(predict=predict))  # type: ignore[arg-type]
+    rows, sizes = (np.array(column) for column in zip(*asked, strict=True))
+    return [float(fit) for fit in result.fits(rows, sizes)[1]]
+
+
+def rows_of_a_structure(problem: Problem) -> list[int]:
+    """Return lineages of one structure, those with the smallest buffers first."""
+    table = problem.table
+    rows = np.flatnonzero(table.structure == np.bincount(table.structure).argmax())
+    return [int(row) for row in rows[np.argsort(table.buffers[rows].sum(axis=1), kind="stable")]]
+
+
+def test_an_edge_that_is_far_from_where_it_was_thought_is_bisected(problem: Problem) -> None:
+    """Ten launches in a row ran out of memory, each a sample or two smaller than the one before."""
+    lean, *_, large, larger, largest, other = rows_of_a_structure(problem)
+    failed = [(largest, 40, False), (larger, 37, False), (large, 34, False), (other, 32, False)]
+    launches = [(lean, 1, True), *failed]
+    near, below = chances(problem, launches, [(lean, 29), (lean, 5)])
+    assert near <= 0.4
+    assert below == pytest.approx(1.0, abs=1e-3)
+    localised = [(lean, 28, True), *failed]
+    assert chances(problem, localised, [(lean, 29)])[0] > 0.6
+
+
+def test_more_samples_than_leaner_buffers_save_do_not_fit_either(problem: Problem) -> None:
+    rows = rows_of_a_structure(problem)
+    lean, fat = rows[0], rows[-1]
+    saved = float(problem.table.buffers[fat].sum() - problem.table.buffers[lean].sum())
+    samples = int(np.ceil(2 * saved / PROFILE.activation_bytes_per_sample))
+    assert samples > 1
+    launches = [(lean, 20, True), (fat, 20, False)]
+    few, many = chances(problem, launches, [(lean, 20 + samples // 4), (lean, 20 + samples)])
+    assert few > 0.9
+    assert many <= 0.2
+
+
+LAUNCHES = 16
+
+
+def space_from(stage: int) -> Any:
+    request = SpaceRequest(
+        ds_config={**CONFIG, "zero_optimization": {"stage": 0}},
+        zero_stages=tuple(range(stage, 4)),
+        fix={},
+        no_tune=KEPT,
+        nvme_path=None,
+        params=PROFILE.params,
+        micro_batch_cap=64,
+        device="cuda",
+        ranks_per_node=2,
+    )
+    return build_space(request)
+
+
+class FailingFrom(Machine):
+    """A script that fails with one error from a ZeRO stage on."""
+
+    def __init__(self, *, least: int, space: Any) -> None:
+        super().__init__(space=space)
+        self.least = least
+
+    def answer(self, study: optuna.Study, trial: Trial) -> FrozenTrial:
+        if trial.params[ZERO_STAGE] < self.least:
+            return super().answer(study, trial)
+        trial.set_user_attr(attributes.OUTCOME, Outcome.SCRIPT_ERROR.value)
+        trial.set_user_attr(attributes.MESSAGE, "rank 0: TypeError: DeepSpeedZeroOptimizer is not an Optimizer")
+        return study.tell(trial, state=TrialState.FAIL)
+
+
+def method(name: str, space: Any) -> tuple[BaseSampler, BasePruner]:
+    config = {**CONFIG, "zero_optimization": {"stage": 0}}
+    planner = GuidedPlanner(Problem(profile=PROFILE, hardware=HARDWARE, config=config, space=space))
+    if name == "guided":
+        return GuidedSampler(planner=planner, seed=5), NopPruner()
+    if name == "random":
+        return LineageRandomSampler(planner=planner, seed=5), DeepSpeedPruner()
+    sampler = BinarySearchSampler(planner=None if name == "binary, plain" else planner, seed=5)
+    return sampler, AshaPruner() if name == "asha" else NopPruner()
+
+
+@pytest.mark.parametrize("least", [1, 2])
+@pytest.mark.parametrize("name", ["binary", "random", "asha", "guided", "binary, plain"])
+def test_few_launches_are_lost_to_stages_that_fail(kit: SimpleNamespace, name: str, least: int) -> None:
+    space = space_from(0)
+    study = kit.create(*method(name, space))
+    study.enqueue_trial({ZERO_STAGE: 0, MICRO_BATCH: 2})
+    machine = FailingFrom(least=least, space=space)
+    while len(study.trials) < LAUNCHES and not study.sampler.exhausted(study, classes=space.classes()):
+        machine.run(study, 1)
+    failed = [trial for trial in study.trials if trial.state == TrialState.FAIL]
+    assert len(failed) <= (5 if name == "guided" else 3)
+
+
+def test_a_search_whose_stages_all_fail_is_over(kit: SimpleNamespace) -> None:
+    space = space_from(1)
+    study = kit.create(*method("random", space))
+    config = {**CONFIG, MICRO_BATCH: 8, "zero_optimization": {"stage": 0}}
+    own = {attributes.OUTCOME: Outcome.MEASURED.value, attributes.CONFIG: config}
+    study.add_trial(optuna.trial.create_trial(value=1.0, user_attrs=own))
+    machine = FailingFrom(least=1, space=space)
+    while not study.sampler.exhausted(study, classes=space.classes()):
+        machine.run(study, 1)
+        assert len(study.trials) < LAUNCHES
+    assert 2 < len(study.trials) <= 5

@@ -116,16 +116,6 @@ def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
         Store.open(f"sqlite:///{path}")
 
 
-def test_a_database_of_another_application_stays_as_it_is(tmp_path: Path) -> None:
-    with sqlite3.connect(tmp_path / "shop.db") as shop:
-        shop.execute("CREATE TABLE studies (id INTEGER PRIMARY KEY, professor TEXT)")
-    before = shop.execute("SELECT * FROM sqlite_master").fetchall()
-    with pytest.raises(StorageUrlError, match="another application: its table 'studies' is not Optuna's"):
-        Store.open(f"sqlite:///{tmp_path / 'shop.db'}")
-    assert shop.execute("SELECT * FROM sqlite_master").fetchall() == before
-    shop.close()
-
-
 def test_a_missing_file_is_made_only_where_wanted(tmp_path: Path) -> None:
     with pytest.raises(StorageUrlError, match="There is no database"):
         Store.open(f"sqlite:///{tmp_path}/typo.db", create=False)

@@ -11,6 +11,8 @@ from pathlib import Path
 import optuna
 import pytest
 
+from optuna_dsat.errors import StorageUrlError
+from optuna_dsat.store import Store, has_our_tables
 from tests.harness.entry_points import bench, leave
 
 __all__ = ["bench"]
@@ -77,3 +79,31 @@ def test_a_search_takes_a_database_with_tables_of_other_names() -> None:
     assert search("--dry-run") == 0
     assert content() == before
     assert search() == 0
+
+
+@pytest.fixture
+def with_a_study() -> str:
+    """A database of Optuna's alone in the working directory, with a study of another's."""
+    url = f"sqlite:///{FILE}"
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study(storage=url, study_name="theirs")
+    study.optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=1)
+    study._storage._backend.engine.dispose()  # type: ignore[attr-defined]
+    return url
+
+
+@pytest.mark.usefixtures("bench")
+def test_a_dry_run_writes_nothing_into_a_database_of_others(with_a_study: str) -> None:
+    assert not has_our_tables(with_a_study)
+    before = content()
+    assert leave(*SEARCH, "--dry-run", "--storage", with_a_study) == 0
+    assert leave(*SEARCH[:-4], "--study", "theirs", "--dry-run", "--storage", with_a_study) == 2
+    for command in (("studies",), ("show", "theirs"), ("resume", "theirs"), ("delete", "theirs", "--yes")):
+        assert leave(*command, "--storage", with_a_study) == 2
+    assert leave("db", "check", "--storage", with_a_study) == 0
+    assert content() == before
+    with pytest.raises(StorageUrlError, match="no study of optuna-dsat"):
+        Store.open(with_a_study, create=False)
+    assert leave(*SEARCH, "--storage", with_a_study) == 0, "a search adds its tables"
+    assert has_our_tables(with_a_study)
+    assert leave(*SEARCH, "--dry-run", "--storage", with_a_study) == 0

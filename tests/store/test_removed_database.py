@@ -1,8 +1,7 @@
-"""A database that goes away in mid-run is named, and what was measured is kept; one of others is left as it is."""
+"""A database that goes away in mid-run is named, and what was measured is kept."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shlex
@@ -11,12 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import optuna
 import pytest
 
-from optuna_dsat.errors import StorageError, StorageUrlError
+from optuna_dsat.errors import StorageError
 from optuna_dsat.launch.protocol import Finished, LaunchUpdate
-from optuna_dsat.store import Store, has_our_tables
+from optuna_dsat.store import Store
 from optuna_dsat.tuning import run
 from tests.harness.entry_points import EntryPointBench, bench, leave
 from tests.harness.landscapes import Hill
@@ -113,35 +111,3 @@ def test_no_part_of_a_store_goes_on(tmp_path: Path) -> None:
         ):
             with pytest.raises(StorageError, match="was removed or replaced"):
                 work()
-
-
-@pytest.fixture
-def of_optuna() -> str:
-    """A database of Optuna's alone in the working directory, with a study of another's."""
-    url = f"sqlite:///{DATABASE}"
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    study = optuna.create_study(storage=url, study_name="theirs")
-    study.optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=1)
-    study._storage._backend.engine.dispose()  # type: ignore[attr-defined]
-    return url
-
-
-def content() -> dict[str, str]:
-    return {str(p): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(Path().rglob("*")) if p.is_file()}
-
-
-@pytest.mark.usefixtures("bench")
-def test_a_dry_run_writes_nothing_into_a_database_of_others(of_optuna: str) -> None:
-    assert not has_our_tables(of_optuna)
-    before = content()
-    assert leave(*SEARCH, "--dry-run", "--storage", of_optuna) == 0
-    assert leave(*SEARCH[:-4], "--study", "theirs", "--dry-run", "--storage", of_optuna) == 2
-    for command in (("studies",), ("show", "theirs"), ("resume", "theirs"), ("delete", "theirs", "--yes")):
-        assert leave(*command, "--storage", of_optuna) == 2
-    assert leave("db", "check", "--storage", of_optuna) == 0
-    assert content() == before
-    with pytest.raises(StorageUrlError, match="no study of optuna-dsat"):
-        Store.open(of_optuna, create=False)
-    assert leave(*SEARCH, "--storage", of_optuna) == 0, "a search adds its tables"
-    assert has_our_tables(of_optuna)
-    assert leave(*SEARCH, "--dry-run", "--storage", of_optuna) == 0
