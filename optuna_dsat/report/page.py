@@ -107,14 +107,13 @@ _SECTIONS: tuple[tuple[str, str, str, Callable[[StudyView], go.Figure]], ...] = 
 
 
 def render(view: StudyView, *, links: Links | None = None, training: Training | None = None) -> str:
-    """Return the report of a study as the text of an HTML file; ``UsageError`` if plotly is not installed."""
+    """Return the report of a study as the text of an HTML file."""
     values = page_values(view, links=links, training=training or Training())
     return page_text("report.html", title=f"{view.spec.name}: report of optuna-dsat", **values)
 
 
 def page_values(view: StudyView, *, links: Links | None, training: Training) -> dict[str, Any]:
-    """Return the variables of the templates that show a study; ``UsageError`` if plotly is not installed."""
-    figures.require_plotly()
+    """Return the variables of the templates that show a study."""
     values = _facts(view, links, training)
     tables = {"finalists": values["contenders"] or values["unconfirmed"], "memory": values["memory_rows"]}
     sections = sections_of(view)

@@ -61,9 +61,7 @@ class StudyView(StoredStudy):
     @cached_property
     def launched(self) -> tuple[FrozenTrial, ...]:
         """Finished trials that were launched, ordered by number."""
-        return tuple(
-            t for t in self.trials if t.state.is_finished() and attributes.LAUNCH_ID in t.user_attrs
-        )  # fmt: skip
+        return tuple(t for t in self.trials if t.state.is_finished() and attributes.LAUNCH_ID in t.user_attrs)
 
     @cached_property
     def running(self) -> int:

@@ -64,7 +64,7 @@ def write_report(store: Store, name: str, path: Path | None = None, *, training:
     """Write the report of a study's current state, in place of an existing file; return the file.
 
     Raises:
-        UsageError: If the study does not exist, the file cannot be written, or plotly is not installed.
+        UsageError: If the study does not exist, or the file cannot be written.
         StorageError: If the database fails for longer than the store's retry limit.
     """
     view = read_view(store, name)
@@ -73,11 +73,7 @@ def write_report(store: Store, name: str, path: Path | None = None, *, training:
 
 
 def write_comparison(views: Sequence[StudyView], path: Path | None = None, *, training: Training | None = None) -> Path:
-    """Write several studies side by side, in place of an existing file; return the file.
-
-    Raises:
-        UsageError: If there are fewer than two studies, the file cannot be written, or plotly is not installed.
-    """
+    """Write two or more studies side by side, in place of an existing file; ``UsageError`` if it cannot be written."""
     return _write(Path(COMPARISON) if path is None else path, render_comparison(views, training=training))
 
 
@@ -89,7 +85,6 @@ def _write(target: Path, text: str) -> Path:
     return target
 
 
-_TOO_FEW = "A comparison takes at least two studies."
 _CAVEAT = (
     "These studies were not measured in common rounds: a ratio between two of them holds if nothing else differed, and "
     "has no interval. What was tuned, on what, and with which versions stands below."
@@ -111,10 +106,7 @@ class Row:
 
 
 def render_comparison(views: Sequence[StudyView], *, training: Training | None = None) -> str:
-    """Return several studies side by side as HTML; ``UsageError`` for fewer than two, or without plotly."""
-    if len(views) < 2:
-        raise UsageError(_TOO_FEW)
-    figures.require_plotly()
+    """Return several studies side by side as HTML."""
     names = _names(views)
     shown = [_figures_of(name, view) for name, view in zip(names, views, strict=True)]
     sections = [

@@ -134,7 +134,7 @@ def _answer(study: LiveStudy, path: list[str]) -> _Answer:
         case ["study"]:
             return _versioned(*study.study())
         case ["assets", name] if name in _ASSETS:
-            return HTTPStatus.OK, _SCRIPT, _ASSETS[name]()
+            return HTTPStatus.OK, _SCRIPT, asset(_ASSETS[name]).encode()
         case [first, launch_id, name] if first == LIVE_FILES:
             return _file(study, launch_id, name)
     return _refused(HTTPStatus.NOT_FOUND, "There is no such page.")
@@ -162,11 +162,7 @@ def _file(study: LiveStudy, launch_id: str, name: str) -> _Answer:
     return HTTPStatus.OK, _TEXT, content
 
 
-_ASSETS: Mapping[str, Callable[[], bytes]] = {
-    "plotly.js": lambda: asset(PLOTLY).encode(),
-    "report.js": lambda: asset("report.js").encode(),
-    "live.js": lambda: asset("live.js").encode(),
-}
+_ASSETS = {"plotly.js": PLOTLY, "report.js": "report.js", "live.js": "live.js"}
 
 
 def _refused(status: HTTPStatus, why: str) -> _Answer:

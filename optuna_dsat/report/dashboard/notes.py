@@ -30,6 +30,7 @@ from optuna_dsat.study.command import BEST_CONFIG
 from optuna_dsat.study.confirm.measured import Measured, configuration_of
 from optuna_dsat.study.confirm.speeds import speed_of
 from optuna_dsat.study.confirm.words import how_known, verdict_in_words
+from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH
 from optuna_dsat.words import (
@@ -60,7 +61,7 @@ def study_note(view: StudyView) -> str:
     """Return the note of a study: best config, tuned settings, model, memory, outcomes, next commands."""
     parts = [f"# {literal(view.spec.name)}", _progress(view), "## Best", _best(view), "## What was tuned", _tuned(view)]
     if view.profiled is not None:
-        parts += ["### Search space", _space(view), "## Model and hardware", _profile(view)]
+        parts += ["### Search space", _space(view), "## Model and hardware", _profile(view.profiled)]
         parts += ["## Memory", _memory(view)]
     parts += ["## Outcomes", _outcomes(view), "## How to go on", _commands(view)]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -156,27 +157,23 @@ def _choices(choices: tuple[object, ...]) -> str:
     return shown + (f" and {len(choices) - _MAX_CHOICES} more" if len(choices) > _MAX_CHOICES else "")
 
 
-def _profile(view: StudyView) -> str:
-    if view.profiled is None:
-        return ""
-    profile = view.profiled.profile
+def _profile(profiled: Profiled) -> str:
+    profile = profiled.profile
     flops = flops_in_words(profile.flops_per_sample) if profile.flops_per_sample > 0 else "could not be counted"
     rows = [
         ("parameters", f"{params_in_words(profile.params)}, {params_in_words(profile.trainable_params)} trainable"),
         ("activations", f"{bytes_in_words(profile.activation_bytes_per_sample)} per sample"),
         ("FLOPs", flops if profile.flops_per_sample <= 0 else f"{flops} per sample"),
         ("optimizer", profile.optimizer or "not known"),
-        ("device", profile.device_name or view.profiled.device),
+        ("device", profile.device_name or profiled.device),
         ("device memory", f"{bytes_in_words(profile.device_memory_bytes)} per rank"),
         ("host memory", bytes_in_words(profile.host_memory_bytes)),
-        ("measured with", view.profiled.measured_with),
+        ("measured with", profiled.measured_with),
     ]
     return table(("", ""), rows)
 
 
 def _memory(view: StudyView) -> str:
-    if view.profiled is None:
-        return ""
     rows = [
         (row.words, bytes_in_words(row.device_bytes), bytes_in_words(row.host_bytes), row.ran, row.too_large)
         for row in memory_table(view)

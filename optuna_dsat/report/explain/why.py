@@ -36,15 +36,6 @@ class FactorRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PhaseRow:
-    """A part of the winner's step."""
-
-    name: str
-    measured: str
-    predicted: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Why:
     """Explanation of the winner, its bottlenecks, and what to change or buy next."""
 
@@ -55,8 +46,8 @@ class Why:
     proposals: tuple[str, ...]
     prediction: str = ""
     """Comparison of the winner's step with the prediction from the device's data sheet; empty without a prediction."""
-    phases: tuple[PhaseRow, ...] = ()
-    """The parts of both steps."""
+    phases: tuple[tuple[str, str, str], ...] = ()
+    """Name, measured and predicted time of the parts of both steps."""
     causes: tuple[str, ...] = ()
     """Possible causes if the step is slower, likeliest first."""
 
@@ -77,15 +68,11 @@ def why_of(view: StudyView) -> Why | None:
     return replace(why, prediction=gap.verdict, phases=tuple(_phases(gap)), causes=gap.causes)
 
 
-def _phases(gap: PredictionGap) -> Iterator[PhaseRow]:
-    total = {"whole step": (gap.measured_s, gap.predicted_s)}
-    parts = {name: (gap.measured_phases[name], gap.predicted_phases[name]) for name in PHASES}
-    for name, (measured, predicted) in {**parts, **total}.items():
-        yield PhaseRow(
-            name="outside these" if name == "other" else name,
-            measured=metric_in_words("latency", measured),
-            predicted=metric_in_words("latency", predicted),
-        )
+def _phases(gap: PredictionGap) -> Iterator[tuple[str, str, str]]:
+    parts = [(name, gap.measured_phases[name], gap.predicted_phases[name]) for name in PHASES]
+    for name, measured, predicted in [*parts, ("whole step", gap.measured_s, gap.predicted_s)]:
+        shown = "outside these" if name == "other" else name
+        yield shown, metric_in_words("latency", measured), metric_in_words("latency", predicted)
 
 
 def factor_rows(explanation: Explanation) -> list[FactorRow]:

@@ -20,7 +20,7 @@ from optuna_dsat.report.figures._finalists import plot_finalists
 from optuna_dsat.report.figures._memory import PREDICTED_AS_MEASURED, plot_memory
 from optuna_dsat.report.figures._metric import BEST, CONFIRMED, EDGE, USER, metric_figure, plot_metric
 from optuna_dsat.report.figures._search import plot_progress
-from optuna_dsat.report.figures._source import History, history_of, measure_of, require_plotly
+from optuna_dsat.report.figures._source import History, history_of, measure_of
 from optuna_dsat.report.figures._style import INK, Measure, missing, note_of
 
 __all__ = [
@@ -44,5 +44,4 @@ __all__ = [
     "plot_memory",
     "plot_metric",
     "plot_progress",
-    "require_plotly",
 ]

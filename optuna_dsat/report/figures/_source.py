@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -65,15 +64,8 @@ def measure_of(history: History) -> Measure:
     return Measure(history.metric, history.device)
 
 
-def require_plotly() -> None:
-    """Raise ``UsageError``, with how to install it, if plotly is missing."""
-    if importlib.util.find_spec("plotly") is None:
-        raise UsageError("plotly is not installed: pip install 'plotly>=6'")
-
-
 def history_of(source: Source) -> History:
-    """Return the trials of any Optuna study; ``UsageError`` if plotly is not installed."""
-    require_plotly()
+    """Return the trials of any Optuna study."""
     if not isinstance(source, StudyView) and STUDY_UUID in source.user_attrs:
         source = view_of(source)
     if isinstance(source, StudyView):
@@ -94,8 +86,7 @@ def history_of(source: Source) -> History:
 
 
 def view_of(source: Source) -> StudyView:
-    """Return a study with its spec, profile and launches. ``UsageError`` if it is not optuna-dsat's, or no plotly."""
-    require_plotly()
+    """Return a study with its spec, profile and launches; ``UsageError`` if optuna-dsat did not make it."""
     if isinstance(source, StudyView):
         return source
     if STUDY_UUID not in source.user_attrs:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.config.structures import Structure
+from optuna_dsat.errors import UsageError
 from optuna_dsat.escape.html import figure_text
 from optuna_dsat.metrics import METRICS
 from optuna_dsat.outcome import Outcome
@@ -142,8 +143,11 @@ def wrapped(words: str, width: int = 22, *, most_lines: int | None = None) -> st
 
 
 def new_figure() -> go.Figure:
-    """Return an empty plotly figure; plotly is imported when it is called."""
-    import plotly.graph_objects as go
+    """Return an empty plotly figure; ``UsageError`` if plotly, which is imported here, is not installed."""
+    try:
+        import plotly.graph_objects as go
+    except ImportError:
+        raise UsageError("plotly is not installed: pip install 'plotly>=6'") from None
 
     return go.Figure()
 
