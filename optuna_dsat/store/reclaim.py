@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import optuna
@@ -63,12 +62,6 @@ _LAUNCH_ATTRIBUTES = frozenset(
     }
 )
 """User attributes that a launch sets; they are not copied to a requeued trial."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Beat:
-    beat_at: float
-    worker: Worker
 
 
 class Reclaimer:
@@ -125,7 +118,7 @@ class Reclaimer:
             self._database.run(lambda session: self._add_missing_beats(session, nobodys))
         now, beats = self._database.run(self._read, read_only=True)
         for number in _trial_numbers(self._stale(now, beats)):
-            reason = f"its worker ({beats[number].worker.name or 'unknown'}) was lost"
+            reason = f"its worker ({beats[number].worker or 'unknown'}) was lost"
             self._fail_and_requeue(study, trials[number], reason=reason, counts=True, failed=failed)
 
     def requeue(self, study: optuna.Study, number: int, *, reason: str) -> bool:
@@ -167,16 +160,9 @@ class Reclaimer:
 
         return self._database.exclusively("take a turn", work)
 
-    def _read(self, session: Session) -> tuple[float, dict[int, _Beat]]:
+    def _read(self, session: Session) -> tuple[float, dict[int, HeartbeatRow]]:
         rows = session.scalars(select(HeartbeatRow).where(HeartbeatRow.study_uuid == self._uuid))
-        beats = {
-            row.trial_number: _Beat(
-                beat_at=row.beat_at,
-                worker=Worker(name=row.worker, machine=row.machine, pid=row.pid, pid_started_at=row.pid_started_at),
-            )
-            for row in rows
-        }
-        return server_time(session), beats
+        return server_time(session), {row.trial_number: row for row in rows}
 
     def _add_missing_beats(self, session: Session, numbers: Sequence[int]) -> None:
         """Mark running trials without a heartbeat as lost by adding heartbeats without a worker; the lock is held."""
@@ -190,7 +176,7 @@ class Reclaimer:
         }
         insert_or_skip(session, HeartbeatRow, [{**row, "trial_number": number} for number in numbers])
 
-    def _stale(self, now: float, beats: dict[int, _Beat]) -> list[int]:
+    def _stale(self, now: float, beats: dict[int, HeartbeatRow]) -> list[int]:
         watched = self._clock()
         self._seen = {
             number: self._seen[number]
@@ -201,12 +187,12 @@ class Reclaimer:
         return [
             number
             for number, beat in sorted(beats.items())
-            if not beat.worker.machine
-            or beat.worker.is_dead()
+            if not beat.machine
+            or _worker_of(beat).is_dead()
             or self._is_overdue(beat, now=now, unchanged_s=watched - self._seen[number][1])
         ]
 
-    def _is_overdue(self, beat: _Beat, *, now: float, unchanged_s: float) -> bool:
+    def _is_overdue(self, beat: HeartbeatRow, *, now: float, unchanged_s: float) -> bool:
         """Whether a remote worker is silent; for heartbeats in the future (clock set back) only our clock counts."""
         if beat.beat_at > now:
             return unchanged_s > self._grace_s
@@ -256,6 +242,10 @@ class Reclaimer:
                 system_attrs=system_attrs,
             )
         )
+
+
+def _worker_of(row: HeartbeatRow) -> Worker:
+    return Worker(name=row.worker, machine=row.machine, pid=row.pid, pid_started_at=row.pid_started_at)
 
 
 def _trial_numbers(numbers: Sequence[int]) -> list[int]:
