@@ -12,23 +12,3 @@
 Imports: outcome, errors, metrics, words, config, runtime, script. Called by: store, study, report, plan, doctor,
 tuning, cli.
 """
-
-from optuna_dsat.launch.protocol import (
-    Finished,
-    Launcher,
-    LaunchReport,
-    LaunchRequest,
-    LaunchUpdate,
-    Observed,
-    ScriptCommand,
-)
-
-__all__ = [
-    "Finished",
-    "LaunchReport",
-    "LaunchRequest",
-    "LaunchUpdate",
-    "Launcher",
-    "Observed",
-    "ScriptCommand",
-]

@@ -78,11 +78,6 @@ MISMATCH = "mismatch TrainingArguments"
 
 def classify(facts: LaunchFacts) -> Verdict:
     """Return the outcome of a launch by the rules in the module docstring; the message includes dropped lines."""
-    verdict = _by_rules(facts)
-    return replace(verdict, message=verdict.message + dropped_in_words(facts.dropped_lines))
-
-
-def _by_rules(facts: LaunchFacts) -> Verdict:
     rules = (
         _out_of_memory,
         _stopped,
@@ -96,11 +91,10 @@ def _by_rules(facts: LaunchFacts) -> Verdict:
         _batch_differs,
         _nothing_counts,
     )
-    for rule in rules:
-        verdict = rule(facts)
-        if verdict is not None:
-            return verdict
-    return Verdict(outcome=Outcome.MEASURED, message=_measured_message(facts))
+    verdict = next((verdict for rule in rules if (verdict := rule(facts)) is not None), None)
+    if verdict is None:
+        verdict = Verdict(outcome=Outcome.MEASURED, message=_measured_message(facts))
+    return replace(verdict, message=verdict.message + dropped_in_words(facts.dropped_lines))
 
 
 def observed_micro_batch(facts: LaunchFacts) -> int | None:
@@ -127,17 +121,14 @@ def _outcome_of(failed: RankFailed) -> Outcome:
 def _from_record(record: RankFailed, text: str, *, cause: str = "") -> Verdict:
     where = f" in {record.phase}" if record.phase not in ("script", "between") else ""
     after = f" after {things_in_words(record.steps, 'step')}" if record.steps else ""
+    excerpt = "\n".join(record.traceback.rstrip().splitlines()[-_EXCERPT_LINES:])
     return Verdict(
         outcome=_outcome_of(record),
         message=f"rank {record.rank}: {text}{where}{after}{cause and f': {cause}'}",
-        error_excerpt=_tail(record.traceback) or f"{record.error_type}: {record.message}",
+        error_excerpt=excerpt or f"{record.error_type}: {record.message}",
         missing_bytes=record.missing_bytes,
         rank=record.rank,
     )
-
-
-def _tail(text: str) -> str:
-    return "\n".join(text.rstrip().splitlines()[-_EXCERPT_LINES:])
 
 
 def _out_of_memory(facts: LaunchFacts) -> Verdict | None:

@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import os
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 
@@ -248,59 +248,44 @@ class LogLimit:
             return
         self._checked_at = now
         for path in self._paths:
-            with contextlib.suppress(OSError), _Log(path) as log:
-                if log.allocated_bytes > START_BYTES + END_BYTES:
-                    log.free_middle()
+            with contextlib.suppress(OSError), _opened(path) as (log, state):
+                if state.st_blocks * _BLOCK_BYTES > START_BYTES + END_BYTES:
+                    _free_middle(log, state.st_size)
 
     def close(self) -> None:
         """Replace the middle of logs that are too long by a line; call it after their writers have ended."""
         for path in self._paths:
-            with contextlib.suppress(OSError), _Log(path) as log:
-                if log.size > START_BYTES + END_BYTES:
-                    log.shorten()
+            with contextlib.suppress(OSError), _opened(path) as (log, state):
+                if state.st_size > START_BYTES + END_BYTES:
+                    _shorten(log, state.st_size)
 
 
-class _Log:
-    """A log, open for reading and writing.
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[tuple[int, os.stat_result]]:
+    """Open a log for reading and writing; ``OSError`` if it is not a regular file with a single name."""
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        state = os.fstat(descriptor)
+        if not stat.S_ISREG(state.st_mode) or state.st_nlink != 1:
+            raise OSError(f"{path} is not a regular file with a single name")
+        yield descriptor, state
+    finally:
+        os.close(descriptor)
 
-    Raises:
-        OSError: If it cannot be opened, or is not a regular file with a single name.
-    """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        self._state = os.fstat(self._descriptor)
+def _free_middle(log: int, size: int) -> None:
+    length = ctypes.c_int64(size - END_BYTES - START_BYTES)
+    if length.value > 0:
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.fallocate64(log, _KEEP_SIZE_AND_PUNCH_HOLE, ctypes.c_int64(START_BYTES), length)
 
-    def __enter__(self) -> _Log:
-        if not stat.S_ISREG(self._state.st_mode) or self._state.st_nlink != 1:
-            os.close(self._descriptor)
-            raise OSError(f"{self._path} is not a regular file with a single name")
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        os.close(self._descriptor)
-
-    @property
-    def size(self) -> int:
-        return self._state.st_size
-
-    @property
-    def allocated_bytes(self) -> int:
-        return self._state.st_blocks * _BLOCK_BYTES
-
-    def free_middle(self) -> None:
-        length = ctypes.c_int64(self.size - END_BYTES - START_BYTES)
-        if length.value > 0:
-            libc = ctypes.CDLL(None, use_errno=True)
-            libc.fallocate64(self._descriptor, _KEEP_SIZE_AND_PUNCH_HOLE, ctypes.c_int64(START_BYTES), length)
-
-    def shorten(self) -> None:
-        dropped = self.size - START_BYTES - END_BYTES
-        line = f"\n{dropped_in_words(dropped)}: a log keeps its first 1 MiB and its last 31 MiB.\n".encode()
-        os.pwrite(self._descriptor, line, START_BYTES)
-        to, source = START_BYTES + len(line), self.size - END_BYTES
-        while data := os.pread(self._descriptor, 2**20, source):
-            os.pwrite(self._descriptor, data, to)
-            to, source = to + len(data), source + len(data)
-        os.ftruncate(self._descriptor, to)
+def _shorten(log: int, size: int) -> None:
+    dropped = size - START_BYTES - END_BYTES
+    line = f"\n{dropped_in_words(dropped)}: a log keeps its first 1 MiB and its last 31 MiB.\n".encode()
+    os.pwrite(log, line, START_BYTES)
+    to, source = START_BYTES + len(line), size - END_BYTES
+    while data := os.pread(log, 2**20, source):
+        os.pwrite(log, data, to)
+        to, source = to + len(data), source + len(data)
+    os.ftruncate(log, to)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from optuna_dsat.launch.machine.nvml import DeviceError
 from optuna_dsat.launch.measurement import GlobalStep, LaunchRecord
@@ -177,18 +178,11 @@ def _follow_once(
 
 
 def _start(launcher: Launcher, request: LaunchRequest, wait: SlotWait) -> None:
-    while not _try_start(launcher, request):
+    while True:
+        if launcher.free_slots >= request.slots:
+            with suppress(SlotsBusyError):  # another tuner on this machine took them first
+                launcher.start(request)
+                return
         wait.check()
         time.sleep(_RETRY_S)
         launcher.poll(_POLL_S)
-
-
-def _try_start(launcher: Launcher, request: LaunchRequest) -> bool:
-    """Start a launch if its slots are free; return whether it was started."""
-    if launcher.free_slots < request.slots:
-        return False
-    try:
-        launcher.start(request)
-    except SlotsBusyError:  # another tuner on this machine took them first
-        return False
-    return True

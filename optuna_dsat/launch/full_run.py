@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
@@ -69,10 +69,10 @@ def run_full(
         directory = write_run_directory(request, folder, leavings=leavings)
         prepared = prepare_launch(request, directory, lease, pool=pool, base_env=os.environ, mark=mark)
         agent = subprocess.Popen(prepared.argv, cwd=request.command.cwd, env=prepared.environ, stdout=stdout)
-        ended_by = _wait_in_foreground(agent)
+        received = _wait_in_foreground(agent)
         code = first_failure_code(directory.agent_record)
-    if ended_by is not None:
-        return 128 + ended_by
+    if received:
+        return 128 + received[0]
     code = agent.returncode if code is None else code
     return 128 - code if code < 0 else code
 
@@ -87,16 +87,8 @@ def _take(pool: SlotPool, slots: int, wait: SlotWait) -> SlotLease:
             time.sleep(_WAIT_S)
 
 
-def _wait_in_foreground(agent: subprocess.Popen[bytes]) -> signal.Signals | None:
-    """Wait for a foreground process; return the signal that was forwarded to it, or None if it ended normally."""
-    with _passed_on(agent) as received:
-        agent.wait()
-    return received[0] if received else None
-
-
-@contextlib.contextmanager
-def _passed_on(agent: subprocess.Popen[bytes]) -> Iterator[list[signal.Signals]]:
-    """Within the block, forward ending signals to another process; yield the list of received signals.
+def _wait_in_foreground(agent: subprocess.Popen[bytes]) -> list[signal.Signals]:
+    """Wait for a foreground process, forwarding ending signals to it; return the received signals.
 
     torchrun then ends its ranks. Signals from the keyboard have already reached it. Only the main thread can do this.
     """
@@ -112,7 +104,8 @@ def _passed_on(agent: subprocess.Popen[bytes]) -> Iterator[list[signal.Signals]]
             agent.terminate()
 
     with handling(ENDING, pass_on):
-        yield received
+        agent.wait()
+    return received
 
 
 def _in_foreground() -> bool:

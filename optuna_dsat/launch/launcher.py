@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from optuna_dsat.config.differences import live_changes
 from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH
 from optuna_dsat.launch.classify import classify
+from optuna_dsat.launch.isolation import describe_isolation
 from optuna_dsat.launch.launch import Launch, WaitingLaunch
 from optuna_dsat.launch.machine.devices import Devices
 from optuna_dsat.launch.machine.nvml import Nvml
@@ -32,7 +33,7 @@ from optuna_dsat.launch.protocol import (
     SlotsTakenError,
     Verdict,
 )
-from optuna_dsat.launch.reports import complete_report, isolation_notice, report_of, report_of_unstarted, write_report
+from optuna_dsat.launch.reports import complete_report, report_of, report_of_unstarted, write_report
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.launch.warm.forking import Forking
 from optuna_dsat.outcome import Outcome
@@ -329,7 +330,8 @@ class TorchrunLauncher:
     def _report(
         self, launch: Launch, facts: LaunchFacts, verdict: Verdict, *, note: str, exit_s: float
     ) -> LaunchReport:
-        self._notify(isolation_notice(launch))
+        if launch.request.isolation != "off":
+            self._notify(describe_isolation(launch.conditions))
         report = report_of(launch, facts, verdict, note=note, exit_s=exit_s)
         if not launch.root or report.outcome not in _NOT_OF_THE_CONFIGURATION:
             return report

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from optuna_dsat.launch.isolation import describe_isolation
 from optuna_dsat.launch.launch import Launch
 from optuna_dsat.launch.protocol import LaunchFacts, LaunchReport, LaunchRequest, Verdict
 from optuna_dsat.launch.run_directory import OutputError, RunDirectory
@@ -57,11 +56,6 @@ def report_of(launch: Launch, facts: LaunchFacts, verdict: Verdict, *, note: str
         conditions=launch.conditions,
         root=launch.root,
     )
-
-
-def isolation_notice(launch: Launch) -> str:
-    """Return how the user's files are protected from a launch; empty where that was switched off, or is not known."""
-    return "" if launch.request.isolation == "off" else describe_isolation(launch.conditions)
 
 
 def _spent(launch: Launch, recorded: Sequence[Event]) -> tuple[float, float]:

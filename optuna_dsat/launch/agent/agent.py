@@ -40,7 +40,7 @@ import psutil
 from optuna_dsat.errors import DsatError
 from optuna_dsat.launch.agent.command import device_environment
 from optuna_dsat.launch.agent.files import HEARD_S
-from optuna_dsat.launch.agent.run import Machine, NodeLaunch
+from optuna_dsat.launch.agent.run import Machine, MachineLaunch, NodeLaunch
 from optuna_dsat.launch.machine.devices import Devices, cpu_devices, detect_devices
 from optuna_dsat.launch.machine.host import available_memory_bytes
 from optuna_dsat.launch.machine.journal import LeftoverWatch, TunerNotes
@@ -345,14 +345,20 @@ class NodeAgent:
         self._launches[launch.name] = launch
 
     def _dismiss(self, order: Mapping[str, Any]) -> None:
-        if (launch := self._launches.get(order["launch_id"])) is not None:
-            launch.leave()
+        if (processes := self._processes_of(order)) is not None:
+            processes.leave()
 
     def _stacks(self, order: Mapping[str, Any]) -> None:
-        if (launch := self._launches.get(order["launch_id"])) is not None:
-            launch.ask_for_stacks()
+        if (processes := self._processes_of(order)) is not None:
+            processes.ask_for_stacks()
 
     def _end(self, order: Mapping[str, Any]) -> None:
+        if not order.get("ranks_only"):
+            if (launch := self._launches.get(order["launch_id"])) is not None:
+                launch.end()
+        elif (processes := self._processes_of(order)) is not None:
+            processes.kill_ranks()
+
+    def _processes_of(self, order: Mapping[str, Any]) -> MachineLaunch | None:
         launch = self._launches.get(order["launch_id"])
-        if launch is not None:
-            (launch.end_ranks if order.get("ranks_only") else launch.end)()
+        return None if launch is None else launch.processes

@@ -197,7 +197,7 @@ class MachineLaunch:
 
     def _end_facts(self) -> EndFacts:
         before, after = self.started.oom_kills_before, kernel_oom_kills()
-        killed = self.code is None and self._tree.has_killed(self.pid)
+        killed = self.code is None and self.pid in self._tree.killed
         return EndFacts(
             exit_codes=self._tree.exit_codes(self._directory.agent_record),
             agent_exit_code=None if killed else self.started.agent.returncode,
@@ -280,7 +280,8 @@ class NodeLaunch:
         self.name = self._request.launch_id
         self.ended = False
         """Whether it is over, its devices are free, and nothing of it is left here."""
-        self._processes: MachineLaunch | None = None
+        self.processes: MachineLaunch | None = None
+        """None before they are started."""
         self._is_stopped = False
         self._is_gone = False
         self._news: list[dict[str, Any]] = []
@@ -312,7 +313,7 @@ class NodeLaunch:
     @property
     def is_importing(self) -> bool:
         """Whether it waits for the imports before its fork."""
-        return self._warm and self._processes is None and not self._is_stopped and not self._machine.forking.is_ready
+        return self._warm and self.processes is None and not self._is_stopped and not self._machine.forking.is_ready
 
     def advance(self, now: float) -> list[dict[str, Any]]:
         """Start, read and sweep as far as that is possible now; return news for the head."""
@@ -320,8 +321,8 @@ class NodeLaunch:
             return []
         if self._is_gone:
             self._return_devices(now)
-        elif self._processes is not None:
-            self._follow(self._processes, now)
+        elif self.processes is not None:
+            self._follow(self.processes, now)
         elif self._is_stopped:
             self._say_gone(EndFacts(oom_kills=0))
         elif not self.is_importing:
@@ -330,7 +331,7 @@ class NodeLaunch:
         return news
 
     def _start(self) -> None:
-        self._processes = MachineLaunch.start(
+        self.processes = MachineLaunch.start(
             self._request,
             self._prepared,
             lease=self._lease,
@@ -338,7 +339,7 @@ class NodeLaunch:
             base_env=self._base_env,
             forking=self._machine.forking if self._warm else None,
         )
-        begun = self._processes.started
+        begun = self.processes.started
         shown, forked = list(begun.command), begun.preloaded is not None
         self._say("started", pid=begun.agent.pid, forked=forked, command=shown, time=begun.started_unix)
 
@@ -381,7 +382,7 @@ class NodeLaunch:
         if (piece := next(self._trackers, None)) is not None:
             self._say("tracker", **piece)
             return
-        note = "" if self._processes is None else self._processes.release(now)
+        note = "" if self.processes is None else self.processes.release(now)
         if note is not None:
             self._leave()
             self._say("free", note=note)
@@ -396,41 +397,26 @@ class NodeLaunch:
 
     def take_on(self, order: Mapping[str, Any]) -> None:
         """Have the ranks, which wait for it, measure another trial."""
-        if self._processes is None:
+        if self.processes is None:
             return
         request = self._machine.limited(LaunchRequest.from_json(order["request"]))
         self.name, self._told = request.launch_id, ([], None)
         directory = write_run_directory(request, self._folder, leavings=self._leavings, changes=order["changes"])
-        self._processes.take_on(request, directory)
+        self.processes.take_on(request, directory)
         self._files = LaunchFiles(directory, ranks=self._ranks, node=self._machine.node)
-
-    def leave(self) -> None:
-        """Have ranks that wait for another trial leave."""
-        if self._processes is not None:
-            self._processes.leave()
-
-    def ask_for_stacks(self) -> None:
-        """Have the ranks write their stacks to their logs, which are sent to the head."""
-        if self._processes is not None:
-            self._processes.ask_for_stacks()
-
-    def end_ranks(self) -> None:
-        """Kill everything but torchrun."""
-        if self._processes is not None:
-            self._processes.kill_ranks()
 
     def end(self) -> None:
         """Kill everything; ``advance`` reports the end."""
         self._is_stopped = True
-        if self._processes is not None:
-            self._processes.kill_all()
+        if self.processes is not None:
+            self.processes.kill_all()
 
     def close(self) -> None:
         """Kill everything and wait until it is gone."""
         if self.ended:
             return
-        if self._processes is not None:
-            self._processes.close()
+        if self.processes is not None:
+            self.processes.close()
         self._leave()
 
     def _leave(self) -> None:

@@ -332,7 +332,7 @@ def _remove_shared_memory(paths: Collection[Path]) -> int:
     """Remove files in shared memory that no process uses; return their number."""
     there = {path for path in paths if _is_there(path)}
     if there:
-        there -= shared_memory_of(_all_processes())  # a new launch may reuse the file names of an old launch
+        there -= shared_memory_of(psutil.pids())  # a new launch may reuse the file names of an old launch
     removed = 0
     for path in there:
         with contextlib.suppress(OSError):  # another user's by now, or gone
@@ -358,7 +358,3 @@ def _remove_partial_files(tuner: GoneTuner) -> int:
     for path in partial:
         path.unlink(missing_ok=True)
     return len(partial)
-
-
-def _all_processes() -> list[int]:
-    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]

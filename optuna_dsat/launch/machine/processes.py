@@ -17,6 +17,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from optuna_dsat.runtime.agent.processes import KILL_LIMIT_S, MARK_ENV, Ending, ProcessKey, children_of
 from optuna_dsat.runtime.process_identity import START_TIME_FIELD, process_space, stat_fields
 
@@ -85,12 +87,10 @@ def has_mark(pid: int, mark: str) -> bool:
 def find_marked(mark: str | None = None) -> list[LaunchProcess]:
     """Return this user's living processes with ``mark`` (any mark for None), except for this process."""
     processes: list[LaunchProcess] = []
-    for entry in os.scandir("/proc"):
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        value = _mark_of(int(entry.name))
-        key = ProcessKey.of(int(entry.name)) if value is not None else None
-        if value is not None and key is not None and (mark is None or value == mark):
+    for pid in psutil.pids():
+        value = None if pid == os.getpid() else _mark_of(pid)
+        key = None if value is None else ProcessKey.of(pid)
+        if value is not None and key is not None and mark in (None, value):
             processes.append(LaunchProcess(key, value))
     return processes
 
@@ -124,14 +124,14 @@ def kernel_oom_kills() -> int | None:
     return None
 
 
-def refuse_survivors(keys: Iterable[ProcessKey], *, since: float, limit_s: float = KILL_LIMIT_S) -> None:
+def refuse_survivors(keys: Iterable[ProcessKey], *, since: float) -> None:
     """Raise if killed processes are still there a long time after ``since`` (monotonic).
 
     Raises:
-        TimeoutError: After more than ``limit_s``, which only an uninterruptible wait in the kernel explains.
+        TimeoutError: After more than ``KILL_LIMIT_S``, which only an uninterruptible wait in the kernel explains.
     """
-    if time.monotonic() - since > limit_s:
-        raise TimeoutError(f"Processes {sorted(key.pid for key in keys)} still run {limit_s:g} s after SIGKILL.")
+    if time.monotonic() - since > KILL_LIMIT_S:
+        raise TimeoutError(f"Processes {sorted(key.pid for key in keys)} still run {KILL_LIMIT_S:g} s after SIGKILL.")
 
 
 def end_with_descendants(keys: Iterable[ProcessKey]) -> int:
@@ -150,7 +150,7 @@ def end_with_descendants(keys: Iterable[ProcessKey]) -> int:
     return len(ended)
 
 
-def kill_leftovers(mark: str | None = None, *, timeout_s: float = KILL_LIMIT_S) -> tuple[int, ...]:
+def kill_leftovers(mark: str | None = None) -> tuple[int, ...]:
     """End all processes with ``mark``; for None, all processes of launches whose tuner is gone.
 
     Repeats until none is found, since a process may start another while it is ended.
@@ -159,13 +159,13 @@ def kill_leftovers(mark: str | None = None, *, timeout_s: float = KILL_LIMIT_S) 
         The PIDs of the ended processes.
 
     Raises:
-        TimeoutError: If some still run after ``timeout_s``, which only an uninterruptible wait in the kernel explains.
+        TimeoutError: If processes outlive SIGKILL, which only an uninterruptible wait in the kernel explains.
     """
     began, ending = time.monotonic(), Ending()
     ended: set[int] = set()
     while processes := find_leftovers() if mark is None else find_marked(mark):
         keys = {process.key for process in processes}
-        refuse_survivors(keys, since=began, limit_s=timeout_s)
+        refuse_survivors(keys, since=began)
         keys |= children_of(keys)
         ending.end(keys)
         ended |= {key.pid for key in keys}

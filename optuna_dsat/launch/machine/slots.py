@@ -62,7 +62,8 @@ class SlotPool:
         if max_slots is not None and max_slots < 1:
             raise UsageError(f"--max-slots is at least 1; got {max_slots}.")
         self._devices = devices
-        self._limit = min(len(devices.devices), max_slots or len(devices.devices))
+        self.total = min(len(devices.devices), max_slots or len(devices.devices))
+        """Slots that may be in use at once, including GPUs currently used by others."""
         self._leases: list[SlotLease] = []
         self._lock_dir = own_folder("gpus") if lock_dir is None else lock_dir
         self._clock = clock
@@ -83,14 +84,9 @@ class SlotPool:
         return self._devices.kind
 
     @property
-    def total(self) -> int:
-        """Slots that may be in use at once, including GPUs currently used by others."""
-        return self._limit
-
-    @property
     def free(self) -> int:
         """Slots that a launch could take now, excluding GPUs that other processes use."""
-        return max(0, min(self._limit - self._taken_count(), len(self._available())))
+        return max(0, min(self.total - self._taken_count(), len(self._available())))
 
     def _taken_count(self) -> int:
         return sum(len(lease.devices) for lease in self._leases)
@@ -143,7 +139,7 @@ class SlotPool:
         """
         self._survey = None
         candidates = self._available()
-        if slots < 1 or min(self._limit - self._taken_count(), len(candidates)) < slots:
+        if slots < 1 or min(self.total - self._taken_count(), len(candidates)) < slots:
             asked = things_in_words(slots, "slot")
             raise SlotsBusyError(f"A launch asks for {asked}; {self.free} of {self.total} are free.")
         chosen, locks = self._lock(candidates, slots)

@@ -144,9 +144,11 @@ class ProcessTree:
         self._agent = agent
         self._mark = mark
         self._agent_key = ProcessKey.of(agent.pid)
-        self._ranks: dict[int, ProcessKey] = {}
+        self.rank_keys: dict[int, ProcessKey] = {}
+        """Rank -> process, for the ranks seen so far."""
         self._known: set[ProcessKey] = set() if self._agent_key is None else {self._agent_key}
-        self._killed: set[int] = set()
+        self.killed: set[int] = set()
+        """Numbers of the processes killed here."""
         self._shared_memory = SharedMemoryWatch(lambda: {key.pid for key in self.living()}, record=leavings)
         self._orphans = OrphanWatch(self._roots, mark=mark, record=leavings)
         self._ending = Ending()
@@ -160,14 +162,9 @@ class ProcessTree:
         return frozenset(self._known)
 
     @property
-    def rank_keys(self) -> Mapping[int, ProcessKey]:
-        """Rank -> process, for the ranks seen so far."""
-        return self._ranks
-
-    @property
     def ranks(self) -> set[ProcessKey]:
         """The ranks seen so far."""
-        return set(self._ranks.values())
+        return set(self.rank_keys.values())
 
     @property
     def shared_memory(self) -> frozenset[Path]:
@@ -185,22 +182,18 @@ class ProcessTree:
 
     def exit_codes(self, record: Path) -> dict[int, int]:
         """Return rank -> exit code of ranks that failed according to torchrun, except for ranks killed here."""
-        return read_exit_codes(record, without=self._killed)
-
-    def has_killed(self, pid: int) -> bool:
-        """Return whether a process was killed here."""
-        return pid in self._killed
+        return read_exit_codes(record, without=self.killed)
 
     def add_rank(self, rank: int, pid: int) -> None:
         """Record the process of a rank if it lives and belongs to this launch: a script could report any PID."""
         key = ProcessKey.of(pid)
         if key is not None and (has_mark(pid, self._mark) or key in self.descendants()):
             self._known.add(key)
-            self._ranks[rank] = key
+            self.rank_keys[rank] = key
 
     def dead_ranks(self) -> set[int]:
         """Return the ranks whose process has ended."""
-        return {rank for rank, key in self._ranks.items() if not key.alive}
+        return {rank for rank, key in self.rank_keys.items() if not key.alive}
 
     def descendants(self) -> set[ProcessKey]:
         """Return the living descendants of torchrun, and of ranks that were re-parented."""
@@ -253,4 +246,4 @@ class ProcessTree:
         self._shared_memory.add(key.pid for key in alive)
         agent = {key for key in alive if key == self._agent_key}
         end_processes(agent)  # it is stopped and would not react to SIGTERM
-        self._killed |= {key.pid for key in agent | self._ending.end(alive - agent)}
+        self.killed |= {key.pid for key in agent | self._ending.end(alive - agent)}

@@ -77,7 +77,8 @@ class HeldPlace:
         """Node number -> slow activity there; empty for none."""
         self._offsets: dict[int, tuple[float, float]] = {}
         """Node number -> shortest round trip, and the clock offset (node minus head) measured with it."""
-        self._address = LOOPBACK
+        self.address = LOOPBACK
+        """Address of node 0 as reached by the other nodes."""
         self._interfaces: dict[int, str] = {}
         self._prepared_for: tuple[Preload, tuple[str, ...]] | None = None
         self._unprepared: set[int] = set()
@@ -216,14 +217,9 @@ class HeldPlace:
             worst = min(self._reached, key=lambda node: len(self._reached[node]))
             shown = ", ".join(doors) or "none"
             raise ClusterError(f"{self.name_of(worst)} reaches no address of {self.name_of(0)} (tried: {shown}).")
-        self._address = common[0]
+        self.address = common[0]
         self._interfaces = {node: dict(result)[common[0]] for node, result in self._reached.items()}
         self._interfaces[0] = next((i for i, a in self._seen[0].get("interfaces", []) if a == common[0]), "")
-
-    @property
-    def address(self) -> str:
-        """Address of node 0 as reached by the other nodes."""
-        return self._address
 
     def rendezvous(self, node: int, port: int) -> Rendezvous | None:
         """Return the rendezvous of a node; None for a single-node allocation."""
@@ -232,7 +228,7 @@ class HeldPlace:
         return Rendezvous(
             nodes=self._layout.nodes,
             node_rank=node,
-            address=self._address,
+            address=self.address,
             port=port,
             interface=self._interfaces.get(node, ""),
         )

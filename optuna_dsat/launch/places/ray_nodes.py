@@ -14,11 +14,6 @@ _ID = "ray.io/node-id"
 """Label that Ray gives each node."""
 
 
-def bundle_of(slots: int) -> dict[str, int]:
-    """Return the resources per node of an allocation with ``slots`` GPUs per node."""
-    return {"CPU": 1, "GPU": slots} if slots else {"CPU": 1}
-
-
 def fitting_nodes(resources: Sequence[Mapping[str, float]], *, slots: int) -> int:
     """Return how many nodes with these total resources could hold a bundle of an allocation."""
     return sum(resource.get("CPU", 0) >= 1 and resource.get("GPU", 0) >= slots for resource in resources)
@@ -37,11 +32,11 @@ def named_nodes(alive: Sequence[Mapping[str, Any]], names: Sequence[str]) -> lis
         return list(alive)
     result = []
     for name in names:
-        record = next((node for node in alive if name in _names_of(node)), None) or _at(_address(name), alive)
-        if record is None:
+        records = [node for node in alive if name in _names_of(node)] or _at(_address(name), alive)
+        if not records:
             shown = ", ".join(sorted(str(node["NodeName"]) for node in alive))
             raise ClusterError(f"No node of the Ray cluster is called {name} (--ray-node); its nodes: {shown}.")
-        result.append(record)
+        result.append(records[0])
     return result
 
 
@@ -56,8 +51,8 @@ def _address(name: str) -> str:
     return ""
 
 
-def _at(address: str, alive: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    return next((node for node in alive if address and node["NodeManagerAddress"] == address), None)
+def _at(address: str, alive: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [node for node in alive if address and node["NodeManagerAddress"] == address]
 
 
 def refuse_impossible(*, nodes: int, slots: int, names: Sequence[str] = ()) -> None:
@@ -93,7 +88,8 @@ def group_of(*, nodes: int, slots: int, names: Sequence[str] = (), without: Coll
     from ray.util import placement_group
 
     labels = _labels(_alive(), nodes=nodes, slots=slots, names=names, without=without)
-    return placement_group([dict(bundle_of(slots))] * nodes, strategy="STRICT_SPREAD", bundle_label_selector=labels)
+    bundle = {"CPU": 1, "GPU": slots} if slots else {"CPU": 1}
+    return placement_group([bundle] * nodes, strategy="STRICT_SPREAD", bundle_label_selector=labels)
 
 
 def _labels(

@@ -229,22 +229,23 @@ class RayPlace:
         nodes: int,
         slots: int,
         number: int,
-        names: Sequence[str] = (),
-        suspects: dict[str, float] | None = None,
-        python: str | None = None,
+        names: Sequence[str],
+        suspects: dict[str, float],
+        python: str | None,
     ) -> None:
         self._slots = slots
         self._python = python
         self._names = names
-        self._suspects = {} if suspects is None else suspects
+        self._suspects = suspects
         self._count = nodes
         self._number = number
         self._group: Any = None
         self._granted: Any = None
         self._nodes: list[_Node] = []
         self._phase = _Phase.PENDING
-        self._state = PlaceState.QUEUED
-        self._why = ""
+        self.state = PlaceState.QUEUED
+        self.why = ""
+        """Why it is queued, in Ray's terms, or why it is lost."""
         self._pinged_at = self._asked_at = self._left_at = 0.0
         self._goodbyes: list[Any] = []
 
@@ -252,16 +253,6 @@ class RayPlace:
     def name(self) -> str:
         """Name for the user."""
         return f"Ray placement group {self._number}"
-
-    @property
-    def state(self) -> PlaceState:
-        """Current state."""
-        return self._state
-
-    @property
-    def why(self) -> str:
-        """Why it is queued, in Ray's terms, or why it is lost."""
-        return self._why
 
     @property
     def is_gone(self) -> bool:
@@ -301,15 +292,15 @@ class RayPlace:
         """Stop the agents and release the nodes. With a reason, mark the allocation as lost."""
         if self._phase in (_Phase.LEAVING, _Phase.GONE):
             return
-        self._why = why
-        self._state = PlaceState.LOST
+        self.why = why
+        self.state = PlaceState.LOST
         self._left_at = time.monotonic()
         self._goodbyes = [node.actor.close.remote() for node in self._nodes]
         self._phase = _Phase.LEAVING
 
     def give_up(self, why: str) -> None:
         """Mark the allocation as lost without calling Ray, which does not answer."""
-        self._state, self._why, self._phase = PlaceState.LOST, why, _Phase.GONE
+        self.state, self.why, self._phase = PlaceState.LOST, why, _Phase.GONE
 
     def _ask_for_it(self, ready: Sequence[Any], now: float) -> None:
         """Request the nodes, then query why they are pending, then start an agent on each."""
@@ -327,7 +318,7 @@ class RayPlace:
         elif now - self._asked_at > _ASK_S:
             self._asked_at = now
             state = str(placement_group_table(self._group).get("stats", {}).get("scheduling_state", ""))
-            self._why = _WHY.get(state, state.lower().replace("_", " "))
+            self.why = _WHY.get(state, state.lower().replace("_", " "))
         return None
 
     def _start(self, table: Mapping[str, Any], now: float) -> None:
@@ -345,7 +336,7 @@ class RayPlace:
             asked = actor.start.remote(words, environ, str(Path.cwd()), python=self._python)
             node_id = str(where[index].get("NodeID", ""))
             self._nodes.append(_Node(id=node_id, name=name, actor=actor, asked=asked, heard_at=now))
-        self._why = "its agents start"
+        self.why = "its agents start"
         self._phase = _Phase.TALKING
 
     def _talk(self, ready: Sequence[Any], now: float) -> Iterator[News]:
@@ -361,8 +352,8 @@ class RayPlace:
             silent_s = now - node.heard_at
             if silent_s > (LOST_S if node.spoke else _BEGIN_S):
                 return self._lose(node, f"{node.name} said nothing for {silent_s:.0f} s")
-        if self._state is PlaceState.QUEUED and all(node.spoke for node in self._nodes):
-            self._state, self._why = PlaceState.READY, ""
+        if self.state is PlaceState.QUEUED and all(node.spoke for node in self._nodes):
+            self.state, self.why = PlaceState.READY, ""
         return None
 
     def _answer(self, index: int, node: _Node, now: float) -> Iterator[News]:

@@ -108,11 +108,6 @@ def job_in(lines: Sequence[str]) -> str | None:
     return next((match[1] for line in lines if (match := _JOB.search(line))), None)
 
 
-def reason_command(job: str) -> list[str]:
-    """Return the command that prints why a job is pending."""
-    return ["squeue", "--noheader", f"--jobs={job}", "--format=%r"]
-
-
 _PAUSE_S = 0.2
 """Longest wait of the thread for input."""
 _REASON_S = 2.0
@@ -207,12 +202,10 @@ class SlurmPlace:
 class SlurmEngine:
     """Requests allocations from SLURM (an ``Engine``)."""
 
-    def __init__(
-        self, arguments: Sequence[str], *, python: str | None = None, environ: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, arguments: Sequence[str], *, python: str | None = None) -> None:
         self._python = python
         self._arguments = tuple(arguments)
-        self._environ = dict(os.environ if environ is None else environ)
+        self._environ = dict(os.environ)
         self._inside = bool(self._environ.get("SLURM_JOB_ID"))
         self._places: list[SlurmPlace] = []
         self._news: list[News] = []
@@ -395,7 +388,7 @@ class SlurmEngine:
                 place.why = why
                 self._changed.notify_all()
 
-        self._start(reason_command(job), note)
+        self._start(["squeue", "--noheader", f"--jobs={job}", "--format=%r"], note)  # prints why a job is pending
 
     def _start(self, command: Sequence[str], then: Callable[[str], None]) -> None:
         with suppress(OSError):

@@ -63,14 +63,16 @@ class Forking:
         on_phase: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._log = log
-        self._enabled = enabled
+        self.enabled = enabled
+        """Whether the next launch is forked if possible."""
         self._notify = on_notice
         self._on_phase = on_phase
         self._server: ForkServer | None = None
         self._retired: list[ForkServer] = []
         """Servers of launches in flight that fork no more."""
         self._environ: dict[str, str] = {}
-        self._preload = Preload()
+        self.preload = Preload()
+        """What forked launches find imported."""
         self._preloads_pending = 0
         """Preloads that the server has not finished."""
         self._restarts = 0
@@ -83,21 +85,11 @@ class Forking:
         self._proven: Preload | None = None
         """Imports of a forked launch that has trained; None if there is none."""
 
-    @property
-    def enabled(self) -> bool:
-        """Whether the next launch is forked if possible."""
-        return self._enabled
-
-    @property
-    def preload(self) -> Preload:
-        """What forked launches find imported."""
-        return self._preload
-
     def prepare(self, preload: Preload) -> None:
         """Set the modules that launches share; imported at once if the server runs, else with the first launch."""
-        if not self._enabled:
+        if not self.enabled:
             return
-        self._preload = replace(preload, left_out=tuple(sorted({*self._preload.left_out, *preload.left_out})))
+        self.preload = replace(preload, left_out=tuple(sorted({*self.preload.left_out, *preload.left_out})))
         self._drop_if_ended()
         if self._server is not None and (self._preloads_pending or self._read & set(preload.environment)):
             self._retire()  # it may have read a variable that the script changes: another one is watched from its start
@@ -107,20 +99,20 @@ class Forking:
 
     def begin(self, environ: Mapping[str, str], *, python: str) -> None:
         """Start the imports for launches in ``environ``, unless already started; does not wait."""
-        if self._enabled:
+        if self.enabled:
             with self._plain_if_unavailable():
                 self._begin(environ, python=python)
 
     @property
     def is_ready(self) -> bool:
         """Whether a fork waits for no imports: they are done, or were not begun, or their process has ended."""
-        if not self._enabled or self._server is None or self._server.has_ended:
+        if not self.enabled or self._server is None or self._server.has_ended:
             return True
         return self._server.finished_preloads >= self._preloads_pending
 
     def start(self, order: PreparedLaunch) -> WarmAgent | None:
         """Fork a launch; return its agent, or None if it must be started by plain torchrun."""
-        if self._enabled:
+        if self.enabled:
             with self._plain_if_unavailable(), self._while_importing():
                 return self.fork(order)
         return None
@@ -149,11 +141,11 @@ class Forking:
 
     def _is_unproven(self, launch: Launch) -> bool:
         """Whether the launch was forked and none with the same modules imported has trained yet."""
-        return self._enabled and launch.preloaded is not None and launch.preloaded != self._proven
+        return self.enabled and launch.preloaded is not None and launch.preloaded != self._proven
 
     def learn_from(self, launch: Launch) -> None:
         """Note whether a forked launch shows that forks work here."""
-        if launch.preloaded is None or not self._enabled:
+        if launch.preloaded is None or not self.enabled:
             return
         if not launch.is_forked:
             self._stop(
@@ -170,7 +162,7 @@ class Forking:
     def suspect(self, launch: Launch, verdict: Verdict) -> FailedFork | None:
         """Return a failure that the fork may have caused: neither this launch nor one forked like it has trained."""
         self.learn_from(launch)
-        if launch.repeats is not None and launch.log.has_trained and self._enabled:
+        if launch.repeats is not None and launch.log.has_trained and self.enabled:
             self.retreat(launch.repeats)
         if launch.preloaded is None or not self._is_unproven(launch) or launch.log.has_trained:
             return None
@@ -180,12 +172,12 @@ class Forking:
 
     def retreat(self, failed: FailedFork) -> None:
         """Import only modules that are proven to work before a fork, or fork no longer."""
-        if failed.preloaded != self._preload:
+        if failed.preloaded != self.preload:
             return  # a launch beside it failed alike and was dealt with
         why = failed.message
-        if self._proven is not None and self._proven != self._preload:
+        if self._proven is not None and self._proven != self.preload:
             self._retire()
-            self._preload = self._proven
+            self.preload = self._proven
             self._notify(
                 "A launch failed when forked with all that your script imports ready, and trains by plain torchrun: "
                 f"each imports that for itself from here on, as the profile launch did. Forked, it ended with: {why}"
@@ -198,7 +190,7 @@ class Forking:
 
     def _stop(self, notice: str) -> None:
         self._retire()
-        self._enabled = False
+        self.enabled = False
         self._notify(notice)
 
     def _retire(self) -> None:
@@ -222,7 +214,7 @@ class Forking:
         if self._deaths > _RESTARTS:
             raise WarmUnavailableError(f"the process that launches are forked from was killed {self._deaths} times")
         self._environ = dict(environ)
-        hidden = _WATCHED | {LAUNCH_ENV, *self._preload.environment}
+        hidden = _WATCHED | {LAUNCH_ENV, *self.preload.environment}
         own = {name: value for name, value in environ.items() if name not in hidden}
         own[MARK_ENV] = new_mark()  # it outlives the launch that ``environ`` belongs to
         self._server = ForkServer(own, self._log, python=python)
@@ -252,7 +244,7 @@ class Forking:
             self._failed = f"importing what the script imports ended with exit code {code}; see {server.log}"
 
     def _order_preload(self, server: ForkServer) -> None:
-        server.order(do="preload", preload=self._preload.to_json(), watched=sorted(_WATCHED))
+        server.order(do="preload", preload=self.preload.to_json(), watched=sorted(_WATCHED))
         self._preloads_pending += 1
 
     def fork(self, order: PreparedLaunch) -> WarmAgent:
@@ -276,7 +268,7 @@ class Forking:
                     cwd=order.cwd,
                     log=str(order.directory.agent_log),
                 )
-                return WarmAgent(server, order.launch_id, self._preload)
+                return WarmAgent(server, order.launch_id, self.preload)
             except WarmUnavailableError:
                 if not server.has_ended:
                     self._drop_if_ended()
@@ -322,7 +314,7 @@ class Forking:
         if essential or self._restarts > _RESTARTS:
             name = sorted(essential or refused)[0]
             raise WarmUnavailableError(f"{name} cannot be imported before a fork: {refused[name]}")
-        self._preload = replace(self._preload, left_out=tuple(sorted({*self._preload.left_out, *refused})))
+        self.preload = replace(self.preload, left_out=tuple(sorted({*self.preload.left_out, *refused})))
 
     def close(self) -> None:
         """End all servers, and with them all forked launches."""
