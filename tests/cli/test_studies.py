@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sqlite3
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -12,6 +13,7 @@ from typing import Any
 
 import optuna
 import pytest
+from sqlalchemy import create_engine, text
 
 from optuna_dsat.cli.show import show_result
 from optuna_dsat.cli.studies import best, delete, launch_lines, result_lines, show, studies
@@ -24,10 +26,13 @@ from optuna_dsat.study.end_reason import headroom_in_words
 from optuna_dsat.study.stored import read_stored
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import count_in_words, metric_in_words
-from tests.harness.entry_points import Run, run_here
+from tests.harness.entry_points import Ended, Run, run_here
 from tests.harness.landscapes import Hill
 from tests.harness.reports import ReportedStudyBench
 from tests.harness.simulated import SimulatedResult
+from tests.harness.studies import StudyBench
+
+__all__ = ["run_here"]
 
 
 def test_launches_that_a_stop_took_are_told_apart_from_those_that_count() -> None:
@@ -213,3 +218,78 @@ def test_no_database_is_made_by_an_upgrade(run_here: Run, tmp_path: Path) -> Non
     assert done.returncode == 2
     assert "There is no database" in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+UNREADABLE = 5
+
+
+@pytest.fixture(scope="module")
+def two_studies(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An SQLite file with two finished studies, ``good`` and ``bad``; not to be changed."""
+    folder = tmp_path_factory.mktemp("two")
+    (folder / "train.py").write_text("")
+    with Store.open(f"sqlite:///{folder / 'study.db'}") as store:
+        bench = StudyBench(folder, store)
+        for name in ("good", "bad"):
+            bench.run(bench.spec(name=name, max_trials=3, confirm=1), Hill())
+    return folder / "study.db"
+
+
+class Altered:
+    """A copy of the database, of whose study ``bad`` something is changed."""
+
+    def __init__(self, url: str, run: Run) -> None:
+        self._url = url
+        self._run = run
+
+    def __call__(self, *arguments: str) -> Ended:
+        return self._run(*arguments, "--storage", self._url)
+
+    def execute(self, query: str, **values: Any) -> None:
+        """Change rows."""
+        engine = create_engine(self._url)
+        try:
+            with engine.begin() as connection:
+                assert connection.execute(text(query), values).rowcount > 0
+        finally:
+            engine.dispose()
+
+    def spec(self, **changes: Any) -> None:
+        engine = create_engine(self._url)
+        with engine.connect() as connection:
+            result = connection.execute(text("SELECT spec FROM dsat_studies WHERE name = 'bad'")).scalar_one()
+        engine.dispose()
+        spec = json.loads(result) if isinstance(result, str) else result
+        self.execute("UPDATE dsat_studies SET spec = :spec WHERE name = 'bad'", spec=json.dumps({**spec, **changes}))
+
+
+@pytest.fixture
+def altered(two_studies: Path, tmp_path: Path, run_here: Run) -> Altered:
+    shutil.copy(two_studies, tmp_path / "study.db")
+    return Altered(f"sqlite:///{tmp_path / 'study.db'}", run_here)
+
+
+def test_it_is_listed_as_such_beside_the_others(altered: Altered) -> None:
+    altered.execute("""UPDATE dsat_studies SET versions = '{"optuna-dsat": "9.1"}' WHERE name = 'bad'""")
+    altered.spec(of_a_newer_version=1)
+    listed = altered("studies")
+    assert listed.returncode == 0, listed.stderr
+    assert "good" in listed.stdout
+    assert "bad cannot be read: " in listed.stdout
+    rows = json.loads(altered("studies", "--json").stdout)
+    assert rows[0]["study"] == "good"
+    assert rows[0]["best"] is not None
+    assert set(rows[1]) == {"study", "unreadable"}
+    checked = altered("db", "check")
+    assert checked.returncode == UNREADABLE
+    assert checked.stdout.startswith("current\nbad cannot be read: ")
+    for command in ("resume", "trials", "best", "export", "explain", "report", "show"):
+        ended = altered(command, "bad")
+        assert ended.returncode == UNREADABLE, (command, ended.stderr)
+        assert len(ended.stderr.strip().splitlines()) == 1, (command, ended.stderr)
+        assert ended.stderr.startswith("optuna-dsat: The study 'bad' cannot be read: ")
+        assert "its spec: of_a_newer_version" in ended.stderr
+        assert "(made by optuna-dsat 9.1)" in ended.stderr
+    assert altered("show", "good").returncode == 0
+    assert altered("delete", "bad", "--yes").returncode == 0
+    assert altered("db", "check").returncode == 0

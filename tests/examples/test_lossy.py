@@ -1,4 +1,4 @@
-"""Settings that change numbers, on two ranks: they train, and one whose losses differ is found out."""
+"""Settings that change numbers, and a compiled engine: they train alike, and one whose losses differ is found out."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from optuna_dsat.config.knobs import BF16_MASTER, BF16_STATES
 from optuna_dsat.launch.follow import follow
 from optuna_dsat.launch.launcher import TorchrunLauncher
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.overlay import COMPILE, MODEL
 from optuna_dsat.study.confirm.loss_check import STEPS_OF_NUMBERS, TOLERANCES, check_loss
 from optuna_dsat.study.spec import make_spec
 from tests.harness.launches import DS_CONFIG, SCRIPTS
@@ -68,3 +69,24 @@ def test_a_config_whose_losses_differ_is_found_out(tmp_path: Path, warm_launcher
     assert check.agrees is False, check
     assert (check.precision, check.own_difference) == ("bf16", 0.0)
     assert [len(values) for values in check.losses.values()] == [STEPS_OF_NUMBERS] * 3
+
+
+GRAPHS = 'torch._dynamo.utils.counters["stats"]["unique_graphs"]'
+
+
+def test_a_script_is_compiled_once_and_trains_alike(launch: Launch, example: Path) -> None:
+    script = example / "train.py"
+    told = script.read_text(encoding="utf-8").replace(
+        "            engine.step()\n", f'            engine.step()\n            print("graphs", {GRAPHS}, flush=True)\n'
+    )
+    script.write_text(told.replace("import torch\n", "import torch\nimport torch._dynamo.utils\n", 1), encoding="utf-8")
+    zero = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}
+    losses, graphs = [], []
+    for name, overlay in (("plain", zero), ("compiled", {**zero, MODEL: {COMPILE: True}})):
+        launched = launch(*ARGS, overlay=overlay, launch_id=name, start_profile_step=3, end_profile_step=6)
+        assert launched.report.outcome is Outcome.MEASURED, launched.report
+        losses.append([step.loss for step in launched.record.boundaries])
+        graphs.append([line for line in launched.output.splitlines() if line.startswith("graphs")])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert set(graphs[0]) == {"graphs 0"}
+    assert set(graphs[1]) == {"graphs 1"}, "one graph, from the first step on"

@@ -1,14 +1,27 @@
+"""Forked launches: what a child inherits, and a fork server that is stopped, as after SIGSTOP."""
+
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from optuna_dsat.launch.machine.processes import exit_code_of
+from optuna_dsat.launch.run_directory import PreparedLaunch, RunDirectory
+from optuna_dsat.launch.warm import server as warm
+from optuna_dsat.launch.warm.forking import Forking
+from optuna_dsat.launch.warm.server import WarmAgent, WarmUnavailableError
 from optuna_dsat.runtime.agent.forked import resolve_python_path
+from optuna_dsat.runtime.agent.preload import Preload
+from optuna_dsat.runtime.agent.processes import ProcessKey
+from tests.harness.workers import wait_until
 
 
 def path_of_an_interpreter(python_path: str, cwd: Path) -> list[str]:
@@ -70,3 +83,57 @@ def test_a_child_that_is_interrupted_ends_by_that_signal() -> None:
     done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "KeyboardInterrupt" in done.stderr
+
+
+ENVIRON = {**os.environ, "DS_ACCELERATOR": "cpu"}
+
+
+@pytest.fixture
+def launches(tmp_path: Path) -> Iterator[Forking]:
+    made = Forking(tmp_path / "warm.log", enabled=True, on_notice=print)
+    made.prepare(Preload(modules=("colorsys",)))  # nothing that takes long
+    made._ready_server(ENVIRON, python=sys.executable)
+    yield made
+    made.close()
+
+
+def test_the_end_of_an_agent_is_known_without_it(launches: Forking, monkeypatch: pytest.MonkeyPatch) -> None:
+    server: Any = launches._server
+    with subprocess.Popen(["sh", "-c", "read go; exit 3"], stdin=subprocess.PIPE) as ended:
+        monkeypatch.setattr(server, "await_start", lambda _: ended.pid)
+        agent = WarmAgent(server, "trial-0000", Preload())
+        key = ProcessKey.of(ended.pid)
+        assert key is not None
+        assert exit_code_of(key) is None
+        assert ended.stdin is not None
+        ended.stdin.close()
+        wait_until(lambda: exit_code_of(key) == 3, what="it has ended")
+        assert agent.poll() is None, "the server may still report it"
+        monkeypatch.setattr(warm, "_REPORT_LIMIT_S", 0.0)
+        assert agent.poll() == 3
+    process = server.process
+    launches.begin(ENVIRON, python=sys.executable)
+    assert process.poll() == -signal.SIGKILL
+    assert launches._server is not server
+
+
+def test_one_that_leaves_an_order_unanswered_is_ended(
+    launches: Forking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warm, "_ANSWER_LIMIT_S", 0.3)
+    server: Any = launches._server
+    server.process.send_signal(signal.SIGSTOP)
+    order = PreparedLaunch(
+        python=sys.executable,
+        launch_id="trial-0000",
+        mark="",
+        argv=(),
+        shown=(),
+        arguments=(),
+        environ=ENVIRON,
+        cwd=str(tmp_path),
+        directory=RunDirectory.create(tmp_path, "trial-0000"),
+    )
+    with pytest.raises(WarmUnavailableError, match=r"gave no answer in 0.3 s"):
+        launches.fork(order)
+    assert server.process.poll() == -signal.SIGKILL, "or it would fork, once it goes on"

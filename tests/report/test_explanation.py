@@ -1,7 +1,8 @@
-"""Why a winner wins: what was measured is said to be measured, and what bounds it is what does."""
+"""Why a winner wins: what was measured is said to be measured; intervals of its effects cover the truth."""
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Sequence
@@ -9,17 +10,24 @@ from typing import Any
 
 import optuna
 import pytest
-from optuna.trial import FrozenTrial
+from optuna.trial import FrozenTrial, TrialState
 
 from optuna_dsat.cli.report import _show
+from optuna_dsat.errors import UsageError
 from optuna_dsat.metrics import Interval
-from optuna_dsat.report.explain.explanation import Contribution, Explanation, explain
-from optuna_dsat.report.explain.why import factor_rows
+from optuna_dsat.report.explain.explanation import Contribution, Explanation, explain, explain_study
+from optuna_dsat.report.explain.pairs import Effect, Pairs
+from optuna_dsat.report.explain.why import factor_rows, told_of
 from optuna_dsat.study.confirm.measured import Measured
+from optuna_dsat.study.confirm.rounds import RoundLaunch, Rounds
+from optuna_dsat.study.stored import read_stored
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH
 from optuna_dsat.words import times_in_words
+from tests.harness.entry_points import leave
+from tests.harness.landscapes import Hill
 from tests.harness.small_model import Machine, small_planner, small_space
+from tests.harness.studies import StudyBench
 
 OWN = {"zero_stage": 2, "offload_optimizer": "none", "overlap_comm": False, "reduce_bucket_size": 500_000_000}
 
@@ -241,3 +249,122 @@ def test_without_the_users_config_there_is_no_comparison() -> None:
     trials = study.trials[1:]
     result = why(trials, trials[0])
     assert (result.user_value, result.speed_up, result.contributions) == (None, None, ())
+
+
+SEEDS = 300
+TRUE_FACTORS = {"zero_stage": math.log(1.2), "overlap_comm": math.log(1.05), MICRO_BATCH: math.log(1.5)}
+OTHER = {"zero_stage": 2, "overlap_comm": False, MICRO_BATCH: 4}
+WINNER = {"zero_stage": 1, "overlap_comm": True, MICRO_BATCH: 8}
+
+
+def trial_of(number: int, params: dict[str, Any], value: float, *, purpose: str | None = None) -> FrozenTrial:
+    trial = optuna.trial.create_trial(
+        state=TrialState.COMPLETE,
+        value=value,
+        params=params,
+        distributions={name: optuna.distributions.CategoricalDistribution([item]) for name, item in params.items()},
+        user_attrs={} if purpose is None else {attributes.PURPOSE: purpose},
+    )
+    trial.number = number
+    return trial
+
+
+def pairs_of(rng: random.Random, noise: float, *, rounds: int) -> Pairs:
+    """Return a study whose winner is the one of each pair, and whose machine drifts between rounds."""
+    configs = [OTHER, WINNER, *({**WINNER, name: OTHER[name]} for name in WINNER)]
+    levels = [sum(TRUE_FACTORS[name] for name in WINNER if config[name] == WINNER[name]) for config in configs]
+    values = [math.exp(level + rng.gauss(0, noise)) for level in levels]
+    trials = [
+        trial_of(number, config, value, purpose=None if number else attributes.USER_CONFIG)
+        for number, (config, value) in enumerate(zip(configs, values, strict=True))
+    ]
+    launches = []
+    for item in range(1, rounds + 1):
+        drift = rng.gauss(0, 0.1)
+        for number in (0, 1):
+            value = math.exp(levels[number] + drift + rng.gauss(0, noise))
+            launches.append(
+                RoundLaunch(
+                    round=item,
+                    number=number,
+                    value=value,
+                    low=value,
+                    high=value,
+                    metrics={},
+                    steps=10,
+                    outcome="measured",
+                    message="",
+                )
+            )
+    return Pairs(trials, Rounds(launches=tuple(launches)), maximize=True, assumed_noise=0.02)
+
+
+def effect_of(pairs: Pairs, name: str) -> Effect:
+    result = pairs.effect(WINNER, {**WINNER, name: OTHER[name]})
+    assert result is not None
+    return result
+
+
+@pytest.mark.parametrize("noise", [0.01, 0.05, 0.15])
+def test_intervals_of_effects_cover_the_truth(noise: float) -> None:
+    covered = 0
+    for seed in range(SEEDS):
+        pairs = pairs_of(random.Random(seed), noise, rounds=4)
+        assert pairs.is_noise_measured
+        effects = {name: effect_of(pairs, name) for name in WINNER}
+        covered += sum(abs(item.mean - TRUE_FACTORS[name]) <= item.half_width for name, item in effects.items())
+    assert covered >= 0.9 * SEEDS * len(WINNER)
+
+
+def test_without_repeated_launches_the_noise_is_assumed_and_the_interval_wide() -> None:
+    pairs = pairs_of(random.Random(0), 0.01, rounds=0)
+    assert not pairs.is_noise_measured
+    assert pairs.noise == 0.02
+    assert effect_of(pairs, "zero_stage").half_width > 1.96 * 0.02 * math.sqrt(2)
+
+
+def test_settings_that_no_two_configurations_differ_in_alone_have_no_effect() -> None:
+    trials = [trial_of(0, OTHER, 1.0, purpose=attributes.USER_CONFIG), trial_of(1, WINNER, 2.0)]
+    pairs = Pairs(trials, Rounds(), maximize=True, assumed_noise=0.02)
+    assert all(pairs.effect(WINNER, {**WINNER, name: OTHER[name]}) is None for name in WINNER)
+
+
+@pytest.mark.parametrize("method", ["guided", "asha"])
+def test_a_stored_study_is_explained_whatever_method_searched(
+    bench: StudyBench, method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = bench.run(bench.spec(method=method, confirm=2, max_trials=8), Hill())
+    matches, words = explain_study(read_stored(bench.store, "s"))
+    assert matches.winner == result.trial
+    assert matches.speed_up == pytest.approx(result.speed_up)
+    assert math.prod(factor.factor for factor in matches.factors if factor.factor is not None) == pytest.approx(
+        result.speed_up
+    )
+    assert matches.remainder is not None
+    assert matches.contributions[0].knob == "train_micro_batch_size_per_gpu"
+    assert matches.bound == "compute"
+    storage = f"sqlite:///{bench.folder / 'study.db'}"
+    for options, shown in (([], f"The result is trial {result.trial}, "), (["--json"], '"bound": "compute"')):
+        assert leave("explain", "s", "--storage", storage, *options) == 0
+        printed = capsys.readouterr().out
+        assert shown in printed
+    assert json.loads(printed)["configuration"] == words
+
+
+def test_a_study_that_measured_nothing_has_nothing_to_explain(bench: StudyBench) -> None:
+    bench.store.create_study("s", bench.spec().model_dump(mode="json"), direction="maximize")
+    with pytest.raises(UsageError, match="nothing to explain"):
+        explain_study(read_stored(bench.store, "s"))
+
+
+def test_a_winner_outside_the_search_space_is_read_explained_and_reported(bench: StudyBench) -> None:
+    bench.run(bench.spec(zero_stages=(1,), max_trials=1, confirm=0), Hill())
+    result, words = explain_study(read_stored(bench.store, "s"))
+    assert result.is_own
+    assert words == "ZeRO 2, micro-batch 2"
+    assert not result.contributions
+    assert result.bound is None, "the fitted model does not reach there"
+    assert not any("it is bound by" in line for line in told_of(result))
+    storage = f"sqlite:///{bench.folder / 'study.db'}"
+    for command in (["show"], ["trials"], ["best"], ["explain"], ["report", "-o", str(bench.folder / "page.html")]):
+        assert leave(command[0], "s", "--storage", storage, *command[1:]) == 0, command
