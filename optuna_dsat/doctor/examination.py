@@ -116,15 +116,13 @@ _ALLOCATION_WAIT_S = 120.0
 """Longest wait for an allocation."""
 
 
-def examine_cluster(
-    engine: Engine, layout: Layout, *, files: dict[str, str], clock: Callable[[], float] = time.monotonic
-) -> list[Finding]:
+def examine_cluster(engine: Engine, layout: Layout, *, files: dict[str, str]) -> list[Finding]:
     """Return findings on the nodes of an allocation, which is released with its engine; ``files``: path -> digest."""
     try:
         engine.check(nodes=layout.nodes, slots=layout.gpus)
         place = HeldPlace(engine, layout, files=files)
-        until = clock() + _ALLOCATION_WAIT_S
-        while place.stage not in (Stage.USABLE, Stage.LOST) and clock() < until:
+        until = time.monotonic() + _ALLOCATION_WAIT_S
+        while place.stage not in (Stage.USABLE, Stage.LOST) and time.monotonic() < until:
             for news in engine.news(0.2):
                 if news.place is place.place:
                     place.note(news)

@@ -224,13 +224,12 @@ def offloads(libraries: Libraries, *, nvme: Path | None, environ: Mapping[str, s
     if not libraries.usable:
         return
     state, why = state_of(libraries, "CPUAdamBuilder", environ=environ)
-    reason = f" ({why.rstrip('.')})" if why else ""
     text = (
         f"Optimizer offload to the CPU can work (ZeRO 1 to 3): DeepSpeedCPUAdam {'is ' * state.startswith('b')}{state}."
     )
     remedy, data = "", dict[str, object](works=True)
     if state is BuildState.CANNOT:
-        text = f"Optimizer offload to the CPU cannot use DeepSpeedCPUAdam, which cannot be built{reason}."
+        text = f"Optimizer offload to the CPU cannot use DeepSpeedCPUAdam, which cannot be built ({why})."
         remedy = (
             "Install a C++ compiler and ninja; on a GPU, the CUDA toolkit that torch was built with. Or let the "
             'optimizer be torch\'s: "torch_adam": true in its params.'
@@ -243,8 +242,7 @@ def offloads(libraries: Libraries, *, nvme: Path | None, environ: Mapping[str, s
     state, why = state_of(libraries, ASYNC_IO, environ=environ)
     status, remedy = Status.NOTE if nvme is None else Status.FINE, ""
     if state is BuildState.CANNOT:
-        reason = f" ({why.rstrip('.')})" if why else ""
-        text = f"Offload to NVMe cannot work: DeepSpeed's operator async_io cannot be built{reason}."
+        text = f"Offload to NVMe cannot work: DeepSpeed's operator async_io cannot be built ({why})."
         status, remedy = Status.NOTE if nvme is None else Status.PROBLEM, "apt install libaio-dev"
     elif nvme is None:
         text = "Offload to NVMe can work once there is a drive: --nvme-path FOLDER measures one."

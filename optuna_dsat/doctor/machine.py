@@ -195,10 +195,13 @@ def _shared_memory(shm: Path) -> Finding:
     )
 
 
+def _nearest(folder: Path) -> Path:
+    """Return a folder, or its nearest parent that exists."""
+    return next(path for path in (folder, *folder.parents) if path.exists())
+
+
 def _disk(output_dir: Path) -> Finding:
-    parent = output_dir.absolute()
-    while not parent.exists() and parent != parent.parent:
-        parent = parent.parent
+    parent = _nearest(output_dir.absolute())
     data: dict[str, object] = {"path": str(output_dir)}
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         text = f"The output directory {output_dir} cannot be written to ({parent})."
@@ -246,10 +249,7 @@ def _compiler(environ: Mapping[str, str]) -> Finding:
         text = f"Without {' and '.join(missing)} DeepSpeed's operators cannot be built on first use."
         remedy = 'apt install g++ and pip install ninja; or use optimizers of torch ("torch_adam": true).'
         return finding_of("host", "compiler", text, remedy, data=data)
-    parent = folder
-    while not parent.exists() and parent != parent.parent:
-        parent = parent.parent
-    if not os.access(parent, os.W_OK):
+    if not os.access(_nearest(folder), os.W_OK):
         text = f"DeepSpeed's operators are compiled into {folder}, which cannot be written to."
         remedy = "Set TORCH_EXTENSIONS_DIR to a folder that can be."
         return finding_of("host", "compiler", text, remedy, data=data)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import typer
 
-from optuna_dsat.cli import doctor, main
+from optuna_dsat.cli import doctor
 from optuna_dsat.doctor import examination, libraries
 from optuna_dsat.doctor.examination import examine, examine_storage
 from optuna_dsat.doctor.finding import Finding, Status, exit_code, to_json
@@ -25,6 +25,7 @@ from optuna_dsat.launch.machine import nvme as drives
 from optuna_dsat.launch.places.place import Layout
 from optuna_dsat.store import Store
 from tests.cluster.fakes import FakeEngine
+from tests.harness.entry_points import leave
 from tests.harness.nvml_machine import GPU_IS_LOST, Machine, machine, nvml_libraries, uuid
 
 __all__ = ["machine", "nvml_libraries"]
@@ -263,9 +264,7 @@ def test_an_output_directory_that_cannot_be_written_to_is_fatal(
     assert exit_code(findings) == 3
     assert to_json(findings)["can_run"] is False
     monkeypatch.setattr("optuna_dsat.doctor.examination.examine", lambda **_: findings)
-    with pytest.raises(SystemExit) as caught:
-        main(["doctor"])
-    assert caught.value.code == 3
+    assert leave("doctor") == 3
     shown = capsys.readouterr()
     assert "FATAL" in shown.out
     assert "Give another with --output-dir." in shown.out
@@ -293,9 +292,7 @@ def test_a_postgres_server_is_reached(postgres_url: str) -> None:
 
 
 def test_a_script_that_is_not_named_by_its_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(["doctor", "train.py", "ds_config.json"])
-    assert left.value.code == 2
+    assert leave("doctor", "train.py", "ds_config.json") == 2
     assert "train.py has no effect without --script: give --script FILE" in capsys.readouterr().err
 
 
