@@ -63,13 +63,13 @@ class Family:
 
 
 _GATED = Family(gated=True, norm_weights=1, tied=False)
-_GEMMA = Family(gated=True, norm_weights=1, head_dim=256, attention_switch="attention_bias")
-_GPT = Family(qkv_bias=True, out_bias=True, ffn_bias=True, learned_positions=True, ffn_factor=4)
-_ENCODER = Family(
+_SWITCHED = replace(_GATED, attention_switch="attention_bias")
+_GEMMA = replace(_SWITCHED, tied=True, head_dim=256)
+_BIASED = Family(qkv_bias=True, out_bias=True, ffn_bias=True)
+_GPT = replace(_BIASED, learned_positions=True, ffn_factor=4)
+_ENCODER = replace(
+    _BIASED,
     kind="encoder",
-    qkv_bias=True,
-    out_bias=True,
-    ffn_bias=True,
     learned_positions=True,
     embedding_norm=True,
     final_norm=False,
@@ -78,41 +78,27 @@ _ENCODER = Family(
     head_bias=True,
 )
 _T5 = Family(kind="encoder-decoder", norm_weights=1)
-_QWEN3 = Family(gated=True, norm_weights=1, tied=False, head_norms=2, head_dim=128, attention_switch="attention_bias")
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
-        "llama": Family(
-            gated=True, norm_weights=1, tied=False, attention_switch="attention_bias", ffn_switch="mlp_bias"
-        ),
+        "llama": replace(_SWITCHED, ffn_switch="mlp_bias"),
         "mistral": _GATED,
-        "mixtral": Family(gated=True, norm_weights=1, tied=False, experts=True),
-        "qwen2": Family(gated=True, norm_weights=1, tied=False, qkv_bias=True),
-        "qwen2_moe": Family(gated=True, norm_weights=1, tied=False, qkv_bias=True, qkv_switch="qkv_bias", experts=True),
-        "qwen3": _QWEN3,
-        "qwen3_moe": Family(
-            gated=True,
-            norm_weights=1,
-            tied=False,
-            head_norms=2,
-            attention_switch="attention_bias",
-            experts=True,
-        ),
+        "mixtral": replace(_GATED, experts=True),
+        "qwen2": replace(_GATED, qkv_bias=True),
+        "qwen2_moe": replace(_GATED, qkv_bias=True, qkv_switch="qkv_bias", experts=True),
+        "qwen3": replace(_SWITCHED, head_norms=2, head_dim=128),
+        "qwen3_moe": replace(_SWITCHED, head_norms=2, experts=True),
         "gemma": _GEMMA,
-        "gemma2": Family(gated=True, norm_weights=1, norms=4, head_dim=256, attention_switch="attention_bias"),
-        "gemma3_text": Family(
-            gated=True, norm_weights=1, norms=4, head_norms=2, head_dim=256, attention_switch="attention_bias"
-        ),
-        "phi": Family(qkv_bias=True, out_bias=True, ffn_bias=True, norms=1, tied=False, head_bias=True),
+        "gemma2": replace(_GEMMA, norms=4),
+        "gemma3_text": replace(_GEMMA, norms=4, head_norms=2),
+        "phi": replace(_BIASED, norms=1, tied=False, head_bias=True),
         "phi3": _GATED,
         "gpt2": _GPT,
         "gpt_neo": Family(out_bias=True, ffn_bias=True, learned_positions=True, ffn_factor=4),
         "gptj": Family(ffn_bias=True, norms=1, tied=False, head_bias=True, ffn_factor=4),
-        "gpt_neox": Family(qkv_bias=True, out_bias=True, ffn_bias=True, tied=False, attention_switch="attention_bias"),
-        "opt": Family(
-            qkv_bias=True,
-            out_bias=True,
-            ffn_bias=True,
+        "gpt_neox": replace(_BIASED, tied=False, attention_switch="attention_bias"),
+        "opt": replace(
+            _BIASED,
             learned_positions=True,
             extra_positions=2,
             attention_switch="enable_bias",
@@ -120,13 +106,13 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             final_norm_switch="do_layer_norm_before",
             projected=True,
         ),
-        "bloom": Family(qkv_bias=True, out_bias=True, ffn_bias=True, embedding_norm=True, ffn_factor=4),
+        "bloom": replace(_BIASED, embedding_norm=True, ffn_factor=4),
         "falcon": Family(attention_switch="bias", ffn_switch="bias", ffn_factor=4),
         "bert": _ENCODER,
         "roberta": _ENCODER,
         "xlm-roberta": _ENCODER,
         "distilbert": replace(_ENCODER, token_types=0, pooled=False),
-        "vit": Family(kind="image", qkv_bias=True, out_bias=True, ffn_bias=True, qkv_switch="qkv_bias"),
+        "vit": replace(_BIASED, kind="image", qkv_switch="qkv_bias"),
         "t5": _T5,
         "mt5": _T5,
     }
