@@ -145,7 +145,8 @@ class LiveState:
         elif isinstance(event, progress.Phase):
             self.phase, self.phase_since = event.words, now
         elif isinstance(event, progress.TrialPhase):
-            self._enter(event)
+            if (row := self.rows.get(_PROFILE if event.number is None else str(event.number))) is not None:
+                row.phase = event.words
         elif isinstance(event, progress.TrialStepped):
             self._step(event, now)
         elif isinstance(event, progress.TrialFinished):
@@ -155,11 +156,6 @@ class LiveState:
         elif isinstance(event, progress.FinalistMeasured):
             self.rows.pop(str(event.number), None)
             self.finalists_done += 1
-
-    def _enter(self, event: progress.TrialPhase) -> None:
-        row = self.rows.get(_PROFILE if event.number is None else str(event.number))
-        if row is not None:
-            row.phase = event.words
 
     def _step(self, event: progress.TrialStepped, now: float) -> None:
         row = self.rows.get(str(event.number))

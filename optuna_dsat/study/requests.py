@@ -103,6 +103,8 @@ def full_request(
     if command.script == RUNNER:
         args = complete_training(command.args, spec.study_dir / CHECKPOINTS)
         command = replace(command, args=(*args, *([] if "--resume" in args else ["--resume"])))
+    sets_threads = host_threads is not None and "OMP_NUM_THREADS" not in os.environ
+    threads = {"OMP_NUM_THREADS": str(host_threads)} if sets_threads else {}
     return LaunchRequest(
         launch_id="full",
         purpose="full",
@@ -110,14 +112,8 @@ def full_request(
         ds_config=ds_config.merge(config, {ds_config.TRAIN_BATCH: None}),  # implied, as in measured launches
         overlay=dict(overlay),
         slots=spec.slots_per_trial,
-        env={**_threads(host_threads), **spec.script.environment},
+        env={**threads, **spec.script.environment},
     )
-
-
-def _threads(host_threads: int | None) -> dict[str, str]:
-    """Return the variable that sets the host threads of a rank; empty if they are unknown or the user sets them."""
-    known = host_threads is not None and "OMP_NUM_THREADS" not in os.environ
-    return {"OMP_NUM_THREADS": str(host_threads)} if known else {}
 
 
 def phase_of(event: Event) -> str | None:

@@ -80,19 +80,16 @@ class Session:
             UsageError: If a tuner of another study writes to the study's folder.
         """
         with held_folder(self.spec.study_dir, self._context.study_uuid):
-            return self._run()
-
-    def _run(self) -> StudyResult | None:
-        if not self._request.conclude and is_spent(self._context.store, self.spec):
-            return None
-        context = self._profile()
-        reason = self._search(context)
-        if not self._request.conclude:
-            return None
-        conclusion = Conclusion(context, reason=reason, with_loss_check=self._request.check_loss)
-        result = conclusion.run()
-        self.interrupted = conclusion.interrupted
-        return result
+            if not self._request.conclude and is_spent(self._context.store, self.spec):
+                return None
+            context = self._profile()
+            reason = self._search(context)
+            if not self._request.conclude:
+                return None
+            conclusion = Conclusion(context, reason=reason, with_loss_check=self._request.check_loss)
+            result = conclusion.run()
+            self.interrupted = conclusion.interrupted
+            return result
 
     def _profile(self) -> SearchContext:
         """Return the study with its profile; from then on the spec follows the script's trainer."""

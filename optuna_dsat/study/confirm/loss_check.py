@@ -55,9 +55,9 @@ class LossCheck:
     """``fp32``, ``fp16`` or ``bf16``."""
     tolerance: float
     """Largest relative difference that passes."""
-    difference: float | None
+    difference: float | None = None
     """Largest relative difference between the best config's losses and the user's; None if they cannot be compared."""
-    own_difference: float | None
+    own_difference: float | None = None
     """Largest relative difference between two runs of the user's config; None if they cannot be compared."""
     losses: Mapping[str, Sequence[float]]
     """``user``, ``user_again``, ``best`` -> loss of each step, the mean over ranks of its last micro-batch."""
@@ -140,8 +140,6 @@ def nothing_to_compare(spec: StudySpec) -> LossCheck:
         message="Your config is the result, so there are no other losses to compare its own with.",
         precision=precision,
         tolerance=TOLERANCES[precision],
-        difference=None,
-        own_difference=None,
         losses={},
     )
 
@@ -163,27 +161,29 @@ def compare(losses: Mapping[str, Sequence[float]], *, precision: str, rounds_wei
     if rounds_weights and len(user) > 1 and all(map(math.isfinite, user)):
         late = abs(user[0] - user[-1]) / (len(user) - 1)
     difference = _difference(user, losses["best"], late=late)
-    known: dict[str, Any] = {
-        "precision": precision,
-        "tolerance": tolerance,
-        "difference": difference,
-        "own_difference": own,
-    }
-    if difference <= tolerance:
-        alike = f"agree within {difference:.1e} ({precision} allows {tolerance:g})" if difference else "are the same"
-        message = f"The first {counts['user']} losses {alike}{', up to a step late' if late else ''}."
-        return LossCheck(agrees=True, message=message, losses=losses, **known)
-    if own > tolerance:
-        message = (
-            f"Whether the losses agree cannot be told: two runs of your config differ by {own:.1e}. "
-            "Have the script set its seeds."
-        )
-        return LossCheck(agrees=None, message=message, losses=losses, **known)
+    agrees: bool | None = False
     message = (
         f"The first losses differ by {difference:.1e}, more than {precision} explains ({tolerance:g}): "
         "look at them before you train with this config."
     )
-    return LossCheck(agrees=False, message=message, losses=losses, **known)
+    if difference <= tolerance:
+        alike = f"agree within {difference:.1e} ({precision} allows {tolerance:g})" if difference else "are the same"
+        agrees, message = True, f"The first {counts['user']} losses {alike}{', up to a step late' if late else ''}."
+    elif own > tolerance:
+        agrees = None
+        message = (
+            f"Whether the losses agree cannot be told: two runs of your config differ by {own:.1e}. "
+            "Have the script set its seeds."
+        )
+    return LossCheck(
+        agrees=agrees,
+        message=message,
+        precision=precision,
+        tolerance=tolerance,
+        difference=difference,
+        own_difference=own,
+        losses=losses,
+    )
 
 
 def _difference(first: Sequence[float], second: Sequence[float], *, late: float = 0.0) -> float:
@@ -211,7 +211,5 @@ def _undecided(precision: str, losses: Mapping[str, Sequence[float]], why: str) 
         message=f"Whether the losses agree cannot be told: {why}.",
         precision=precision,
         tolerance=TOLERANCES[precision],
-        difference=None,
-        own_difference=None,
         losses=losses,
     )

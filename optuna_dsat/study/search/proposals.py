@@ -173,20 +173,21 @@ class Proposals:
             config=config,
             profiled=self._profiled,
         )
-        trial.set_user_attr(attributes.CONFIG, dict(config))
         words = config_in_words(config, own=self._config, params_count=self._profiled.profile.params)
-        trial.set_user_attr(attributes.CONFIGURATION, words)
-        reason = _reason(asked)
-        trial.set_user_attr(attributes.REASON, reason)
-        predicted = (asked.system_attrs.get(PLAN_ATTR) or {}).get("predicted")
-        if predicted is not None:
-            trial.set_user_attr(attributes.PREDICTED_VALUE, predicted)
-        trial.set_user_attr(attributes.OVERLAY, dict(overlay))
-        trial.set_user_attr(attributes.CONFIG_KEY, key)
-        peak = self._method.predicted_peak(self._study.get_trials(deepcopy=False), trial.params, config)
-        if peak is not None:
-            trial.set_user_attr(attributes.PREDICTED_PEAK_BYTES, peak)
-        trial.set_user_attr(attributes.LAUNCH_ID, launch_id)
+        reason, trials = _reason(asked), self._study.get_trials(deepcopy=False)
+        facts = {
+            attributes.CONFIG: dict(config),
+            attributes.CONFIGURATION: words,
+            attributes.REASON: reason,
+            attributes.PREDICTED_VALUE: (asked.system_attrs.get(PLAN_ATTR) or {}).get("predicted"),
+            attributes.OVERLAY: dict(overlay),
+            attributes.CONFIG_KEY: key,
+            attributes.PREDICTED_PEAK_BYTES: self._method.predicted_peak(trials, trial.params, config),
+            attributes.LAUNCH_ID: launch_id,
+        }
+        for name, value in facts.items():
+            if value is not None:
+                trial.set_user_attr(name, value)
         return Flight(trial=trial, request=request, words=words, reason=reason)
 
     def _configuration(self, trial: optuna.Trial) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
