@@ -102,16 +102,11 @@ def test_best_own_config_and_budget_are_told(state: LiveState) -> None:
     assert "2 of 10 done, 2 running, then some 2 launches to compare the finalists" in text
 
 
-def test_finalists_are_counted_once_it_is_known_how_many_there_are(state: LiveState) -> None:
+@pytest.mark.parametrize("done", [0, 6])
+def test_finalists_are_counted_with_those_of_earlier_runs(state: LiveState, done: int) -> None:
     """Rounds of one finalist and the user's config were announced as those of all that --confirm allows."""
-    state.apply(progress.FinalistStarted(number=1, words="ZeRO 1", end_profile_step=9, launches=6), 26.0)
-    assert "Finalists measured again: 0 of at least 6 done, 3 running" in shown(state, 26.0)
-
-
-def test_finalists_of_earlier_runs_are_counted(state: LiveState) -> None:
-    """A study that was resumed began at 0, or was at 6 of 6 with a seventh running."""
-    state.apply(progress.FinalistStarted(number=1, words="ZeRO 1", end_profile_step=9, launches=7, done=6), 26.0)
-    assert "Finalists measured again: 6 of at least 7 done" in shown(state, 26.0)
+    state.apply(progress.FinalistStarted(number=1, words="ZeRO 1", end_profile_step=9, launches=7, done=done), 26.0)
+    assert f"Finalists measured again: {done} of at least 7 done, 3 running" in shown(state, 26.0)
 
 
 def test_the_time_left_counts_what_runs_side_by_side_and_the_finalists(state: LiveState) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from optuna_dsat.report.view import StudyView, read_view
 from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.spec import StudySpec
+from optuna_dsat.study.stored import record_of
 from optuna_dsat.tuning.run import fill_dashboard
 from tests.harness.simulated import Landscape
 from tests.harness.studies import StudyBench
@@ -20,7 +21,7 @@ from tests.harness.studies import StudyBench
 class ReportedStudyBench(StudyBench):
     """A bench whose study has logs like real launches."""
 
-    def run(self, spec: StudySpec, landscape: Landscape, *, slots: int = 2, noise: float = 0.0) -> StudyResult | None:
+    def run(self, spec: StudySpec, landscape: Landscape, *, slots: int = 2, noise: float = 0.0) -> StudyResult:
         result = super().run(spec, landscape, slots=slots, noise=noise)
         fill_dashboard(self.store, spec.name, self.news.append)  # as a run by the commands does
         return result
@@ -36,8 +37,7 @@ class ReportedStudyBench(StudyBench):
         return self.folder / "out" / "s" / launch_id / "logs" / f"rank{rank}.stderr.log"
 
     def write_logs(self) -> None:
-        record = self.store.find_study("s")
-        assert record is not None
+        record = record_of(self.store, "s")
         for row in self.store.launches(record.uuid):
             for rank in (0, 1):
                 path = self.log(row.report.launch_id, rank)

@@ -9,10 +9,11 @@ import optuna
 
 from optuna_dsat.launch.protocol import Launcher
 from optuna_dsat.store import Store
-from optuna_dsat.study.progress import ProgressEvent
+from optuna_dsat.study.progress import Message, Observer, ProgressEvent
 from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.session import Session
 from optuna_dsat.study.spec import StudyRequest, StudySpec, make_spec
+from optuna_dsat.trials import attributes
 from tests.harness.simulated import SIMULATED_DEVICES, Landscape, SimulatedLauncher
 
 USER_CONFIG = {
@@ -56,13 +57,30 @@ class StudyBench:
     def spec(self, **changes: Any) -> StudySpec:
         return spec_of(self.folder, **changes)
 
-    def run(self, spec: StudySpec, landscape: Landscape, *, slots: int = 2, noise: float = 0.0) -> StudyResult | None:
-        launcher = SimulatedLauncher(landscape, total_slots=slots, noise=noise)
-        return self.session(spec, launcher).run()
+    def run(self, spec: StudySpec, landscape: Landscape, *, slots: int = 2, noise: float = 0.0) -> StudyResult:
+        return self.run_by(SimulatedLauncher(landscape, total_slots=slots, noise=noise), spec)
 
-    def session(self, spec: StudySpec, launcher: Launcher, **request: Any) -> Session:
+    def run_by(self, launcher: Launcher, spec: StudySpec, **request: Any) -> StudyResult:
+        result = self.session(spec, launcher, **request).run()
+        assert result is not None
+        return result
+
+    def session(
+        self, spec: StudySpec, launcher: Launcher, *, observer: Observer | None = None, **request: Any
+    ) -> Session:
         asked = StudyRequest(spec=spec, devices=SIMULATED_DEVICES, storage=self.store.url, **request)
-        return Session(asked, store=self.store, launcher=launcher, observer=self.news.append)
+        return Session(asked, store=self.store, launcher=launcher, observer=observer or self.news.append)
+
+    @property
+    def messages(self) -> list[str]:
+        """Texts of all messages so far."""
+        return [event.text for event in self.news if isinstance(event, Message)]
+
+    @property
+    def configs(self) -> list[dict[str, Any]]:
+        """Configs of the trials of ``s`` that were launched, in order."""
+        attrs = [trial.user_attrs for trial in self.study().trials]
+        return [own[attributes.CONFIG] for own in attrs if attributes.CONFIG in own]
 
     def study(self, name: str = "s") -> optuna.Study:
         return optuna.load_study(study_name=name, storage=self.store.storage)

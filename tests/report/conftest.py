@@ -12,6 +12,7 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.page import render
 from optuna_dsat.report.view import StudyView, read_view
 from optuna_dsat.store import Store
+from optuna_dsat.study.stored import record_of
 from tests.harness.landscapes import Hill
 from tests.harness.reports import ReportedStudyBench
 from tests.harness.simulated import SimulatedResult
@@ -63,7 +64,6 @@ def finished(template: Path, tmp_path: Path) -> Iterator[ReportedStudyBench]:
     shutil.copytree(template, tmp_path, dirs_exist_ok=True)
     with Store.open(f"sqlite:///{tmp_path / 'study.db'}") as store:
         bench = ReportedStudyBench(tmp_path, store)
-        record = store.find_study("s")
-        assert record is not None
+        record = record_of(store, "s")
         store.update_spec(record.uuid, {**record.spec, "output_dir": str(tmp_path / "out")})
         yield bench

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from optuna_dsat.cli import main
 from optuna_dsat.errors import NothingRunnableError
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.dashboard.notes import study_note
@@ -19,6 +18,7 @@ from optuna_dsat.report.view import StudyView
 from optuna_dsat.report.write import render_comparison, rows_of, setting_rows
 from optuna_dsat.store import Store
 from optuna_dsat.words import metric_in_words, times_in_words
+from tests.harness.entry_points import leave
 from tests.harness.landscapes import Hill
 from tests.harness.pages import Page
 from tests.harness.reports import ReportedStudyBench
@@ -61,12 +61,6 @@ def test_a_study_without_a_result_differs_in_no_setting_and_says_how_it_ended(tw
     assert "Launches ended with: rank 0: no memory left" in Page(render(failed)).text, "the launches are folded away"
     assert "--max-trials 4" in Page(render(failed)).text, "its launches are spent"
     assert "it has not" not in Page(render(failed)).text
-
-
-def run(*args: str) -> int:
-    with pytest.raises(SystemExit) as caught:
-        main(["report", *args])
-    return int(caught.value.code or 0)
 
 
 def test_results_stand_side_by_side_with_their_ratio(two: ReportedStudyBench) -> None:
@@ -117,19 +111,19 @@ def test_the_command_compares_across_databases(
         other.run(other.spec(max_trials=2, confirm=0), Hill())
     monkeypatch.chdir(tmp_path)
     elsewhere = f"s@sqlite:///{tmp_path / 'other' / 'o.db'}"
-    assert run("s", elsewhere, "--storage", two.url) == 0
+    assert leave("report", "s", elsewhere, "--storage", two.url) == 0
     assert capsys.readouterr().out.strip() == "comparison.html"
     page = Page((tmp_path / "comparison.html").read_text(encoding="utf-8"))
     assert "3 of 3" in page.text
     assert "2 of 2" in page.text
-    assert run(elsewhere, "-o", "one.html") == 0, "one of another database, too"
+    assert leave("report", elsewhere, "-o", "one.html") == 0, "one of another database, too"
     assert "2 of 2" in Page((tmp_path / "one.html").read_text(encoding="utf-8")).text
 
 
 def test_what_cannot_be_compared_is_one_line(two: ReportedStudyBench, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("s", "nobody", "--storage", two.url) == 2
+    assert leave("report", "s", "nobody", "--storage", two.url) == 2
     assert "no study 'nobody'" in capsys.readouterr().err
-    assert run("s", "t@postgresql://me:s3cret@host/base", "--storage", two.url) == 2
+    assert leave("report", "s", "t@postgresql://me:s3cret@host/base", "--storage", two.url) == 2
     error = capsys.readouterr().err
     assert "PGPASSFILE" in error
     assert "s3cret" not in error

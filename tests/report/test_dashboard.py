@@ -13,13 +13,14 @@ import pytest
 from optuna.storages import RDBStorage
 from sqlalchemy import make_url
 
-from optuna_dsat.cli import main
 from optuna_dsat.errors import UsageError
 from optuna_dsat.report.dashboard.artifacts import artifacts_of, tail
 from optuna_dsat.report.dashboard.live_app import ServedArtifacts
 from optuna_dsat.report.dashboard.publish import MEMORY_PLOT, METRIC_PLOT, publish
 from optuna_dsat.store import Store
+from optuna_dsat.study.stored import record_of
 from optuna_dsat.trials import attributes
+from tests.harness.entry_points import leave
 from tests.harness.landscapes import Hill
 from tests.harness.reports import ReportedStudyBench, serving
 
@@ -34,12 +35,6 @@ def study_attributes(bench: ReportedStudyBench) -> dict[str, Any]:
 def artifact_names(bench: ReportedStudyBench, prefix: str) -> list[str]:
     records = [json.loads(value) for key, value in study_attributes(bench).items() if key.startswith(prefix)]
     return sorted(record["filename"] for record in records if record is not None)
-
-
-def run(*args: str) -> int:
-    with pytest.raises(SystemExit) as caught:
-        main(["dashboard", *args])
-    return int(caught.value.code or 0)
 
 
 def test_a_finished_study_has_its_notes_and_plots_already(finished: ReportedStudyBench) -> None:
@@ -115,8 +110,7 @@ def test_a_process_that_is_killed_before_it_removes_an_old_log_lets_the_next_do_
 def test_text_that_people_added_survives_publishing_again(finished: ReportedStudyBench) -> None:
     study = finished.study()
     dashboard.save_note(study, dashboard.get_note(study) + "\nbuy more memory\n")
-    record = finished.store.find_study("s")
-    assert record is not None
+    record = record_of(finished.store, "s")
     finished.store.update_spec(record.uuid, {**record.spec, "max_trials": 20})
     assert publish(finished.store, "s").notes == 1
     note = dashboard.get_note(finished.study())
@@ -147,9 +141,9 @@ def test_without_the_extra_a_study_runs_and_the_command_names_what_to_install(
     bench: ReportedStudyBench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "optuna_dashboard", None)
-    assert bench.run(bench.spec(max_trials=3, confirm=0), Hill()) is not None
+    bench.run(bench.spec(max_trials=3, confirm=0), Hill())
     assert not [key for key in study_attributes(bench) if key.startswith("dashboard:")]
-    assert run("s", "--storage", bench.url, "--optuna-dashboard") == 2
+    assert leave("dashboard", "s", "--storage", bench.url, "--optuna-dashboard") == 2
     error = capsys.readouterr().err
     assert error == "optuna-dsat: optuna-dashboard is not installed: pip install 'optuna-dsat[dashboard]'\n"
 
@@ -161,14 +155,14 @@ def test_a_note_that_cannot_be_written_does_not_cost_the_result(
         raise RuntimeError("no room")
 
     monkeypatch.setattr("optuna_dsat.report.dashboard.publish.publish", fail)
-    assert bench.run(bench.spec(max_trials=3, confirm=0), Hill()) is not None
+    bench.run(bench.spec(max_trials=3, confirm=0), Hill())
     assert "no room" in str(bench.news[-1])
 
 
 def test_an_unknown_study_is_refused_with_those_there_are(
     finished: ReportedStudyBench, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("t", "--storage", finished.url) == 2
+    assert leave("dashboard", "t", "--storage", finished.url) == 2
     assert "no study 't'" in (error := capsys.readouterr().err)
     assert "there: s." in error
 
@@ -178,7 +172,7 @@ def test_a_taken_port_is_refused(finished: ReportedStudyBench, capsys: pytest.Ca
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert run("s", "--storage", finished.url, "--port", str(port)) == 2
+        assert leave("dashboard", "s", "--storage", finished.url, "--port", str(port)) == 2
     assert f"Cannot listen on 127.0.0.1:{port}: Address already in use." in capsys.readouterr().err
 
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import optuna
 import pytest
 
-from optuna_dsat.cli import main
 from optuna_dsat.display.lines import lines_of
 from optuna_dsat.report.cards import answers_of, cards_of
 from optuna_dsat.report.dashboard.notes import study_note, trial_note
 from optuna_dsat.report.facts import Training
 from optuna_dsat.store import Store
+from tests.harness.entry_points import leave
 from tests.harness.reports import ReportedStudyBench
 from tests.report.test_one_best import Changing
 
@@ -35,7 +35,6 @@ def outputs(
     bench: ReportedStudyBench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[str, str]]:
     result = bench.run(bench.spec(max_trials=6, confirm=2, batch="both"), Changing(lucky=3), noise=0.01)
-    assert result is not None
     view = bench.view()
     yield "result.json", json.dumps(result.to_json(), indent=1)
     yield "metrics_file.json", Path(result.metrics_path).read_text()
@@ -46,15 +45,13 @@ def outputs(
     yield "trial_notes.md", "\n".join(trial_note(view, trial) for trial in view.launched)
     for name, args in COMMANDS.items():
         capsys.readouterr()
-        with pytest.raises(SystemExit):
-            main([*args, "--storage", bench.url])
+        leave(*args, "--storage", bench.url)
         yield name, capsys.readouterr().out
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     for name, args in AT_80_COLUMNS.items():
-        with pytest.raises(SystemExit):
-            main([*args, "--storage", bench.url])
+        leave(*args, "--storage", bench.url)
         yield name, capsys.readouterr().out
 
 

@@ -14,7 +14,6 @@ from wsgiref.util import setup_testing_defaults
 
 import pytest
 
-from optuna_dsat.cli import main
 from optuna_dsat.cli.show import show_result
 from optuna_dsat.config import ds_config
 from optuna_dsat.display.lines import lines_of
@@ -29,6 +28,7 @@ from optuna_dsat.study.progress import SearchStarted
 from optuna_dsat.study.result import StudyResult
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import metric_in_words
+from tests.harness.entry_points import leave
 from tests.harness.landscapes import Hill
 from tests.harness.reports import ReportedStudyBench
 from tests.harness.simulated import SimulatedLauncher, SimulatedResult
@@ -75,9 +75,7 @@ class Changing(Hill):
 
 def command(bench: ReportedStudyBench, capsys: pytest.CaptureFixture[str], *args: str) -> str:
     capsys.readouterr()
-    with pytest.raises(SystemExit) as end:
-        main([*args, "--storage", bench.url])
-    assert end.value.code == 0
+    assert leave(*args, "--storage", bench.url) == 0
     return capsys.readouterr().out
 
 
@@ -215,7 +213,6 @@ def test_all_views_show_the_confirmed_winner_though_the_search_measured_another_
     bench: ReportedStudyBench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = bench.run(bench.spec(max_trials=6, confirm=3), Changing(lucky=4), noise=0.01)
-    assert result is not None
     verdict = agree(bench, capsys, result=result)
     assert verdict.kind is VerdictKind.WINNER
     view = bench.view()
@@ -232,7 +229,6 @@ def test_all_views_show_the_users_own_config_where_nothing_is_surely_better(
     bench: ReportedStudyBench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = bench.run(bench.spec(max_trials=5, confirm=2), Changing(again=8.0), noise=0.01)
-    assert result is not None
     verdict = agree(bench, capsys, result=result)
     assert verdict.kind is VerdictKind.BASELINE_IS_BEST
     assert verdict.is_baseline
@@ -246,7 +242,6 @@ def test_without_a_confirmation_all_views_show_the_best_of_the_search_as_such(
     bench: ReportedStudyBench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = bench.run(bench.spec(max_trials=5, confirm=0), Changing(), noise=0.01)
-    assert result is not None
     verdict = agree(bench, capsys, result=result)
     assert verdict.kind is VerdictKind.UNCONFIRMED
     assert verdict.result.number == bench.study().best_trial.number
@@ -261,7 +256,6 @@ def test_a_resumed_study_begins_with_what_was_confirmed_and_ends_with_what_is(
 ) -> None:
     model = Changing(lucky=2)
     first = bench.run(bench.spec(max_trials=4, confirm=2), model, noise=0.01)
-    assert first is not None
     before = bench.view().verdict
     assert before is not None
     assert before.result.number == first.trial
@@ -278,7 +272,6 @@ def test_a_resumed_study_begins_with_what_was_confirmed_and_ends_with_what_is(
     assert lines[2].startswith(f"Confirmed so far: trial {before.result.number}, ")
     assert agree(bench, capsys, result=None).result.number == before.result.number, "until rounds say otherwise"
     result = bench.run(spec, model, noise=0.01)
-    assert result is not None
     after = agree(bench, capsys, result=result)
     assert after.rounds >= before.rounds
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.cli import main
 from optuna_dsat.launch.protocol import Conditions
 from optuna_dsat.report.explain.prediction_gap import PredictionGap, prediction_gap
 from optuna_dsat.report.view import StudyView, read_view
 from optuna_dsat.words import times_in_words
+from tests.harness.entry_points import leave
 from tests.harness.landscapes import GIB, Hill
 from tests.harness.reports import ReportedStudyBench
 from tests.harness.simulated import SimulatedResult
@@ -105,9 +105,7 @@ def test_the_command_says_it_of_a_study_of_one_config(
     storage = f"sqlite:///{bench.folder / 'study.db'}"
     shown = {}
     for options in ((), ("--json",)):
-        with pytest.raises(SystemExit) as ended:
-            main(["explain", "s", "--storage", storage, *options])
-        assert ended.value.code == 0
+        assert leave("explain", "s", "--storage", storage, *options) == 0
         shown[options] = capsys.readouterr().out
     assert "No other configuration was measured." in shown[()]
     assert "A step takes 110 ms; without a data sheet of simulated" in shown[()]

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from optuna.trial import FrozenTrial, TrialState
 
-from optuna_dsat.cli import main
 from optuna_dsat.errors import ScriptFailedError
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report import figures
@@ -21,6 +20,7 @@ from optuna_dsat.report.page import figure_section, render, sections_of
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import times_in_words
+from tests.harness.entry_points import leave
 from tests.harness.landscapes import Hill
 from tests.harness.pages import Page
 from tests.harness.reports import ReportedStudyBench
@@ -207,21 +207,15 @@ def replace_attrs(trial: FrozenTrial, attrs: Mapping[str, Any]) -> FrozenTrial:
     )  # fmt: skip
 
 
-def run(*args: str) -> int:
-    with pytest.raises(SystemExit) as caught:
-        main(["report", *args])
-    return int(caught.value.code or 0)
-
-
 def test_the_command_writes_the_file_and_prints_where(
     finished: ReportedStudyBench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("s", "--storage", finished.url) == 0
+    assert leave("report", "s", "--storage", finished.url) == 0
     written = Path(capsys.readouterr().out.strip())
     assert written == finished.folder / "out" / "s" / "report.html"
     assert written.read_text().startswith("<!doctype html>")
     other = tmp_path / "other.html"
-    assert run("s", "--storage", finished.url, "-o", str(other)) == 0
+    assert leave("report", "s", "--storage", finished.url, "-o", str(other)) == 0
     assert other.exists()
     assert not [path for path in other.parent.iterdir() if path.name.startswith(".other")]
 
@@ -229,10 +223,10 @@ def test_the_command_writes_the_file_and_prints_where(
 def test_what_cannot_be_written_or_is_not_there_is_one_line(
     finished: ReportedStudyBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("s", "--storage", finished.url, "-o", str(tmp_path / "none" / "r.html")) == 2
+    assert leave("report", "s", "--storage", finished.url, "-o", str(tmp_path / "none" / "r.html")) == 2
     assert "cannot be written: No such file or directory" in capsys.readouterr().err
-    assert run("t", "--storage", finished.url) == 2
+    assert leave("report", "t", "--storage", finished.url) == 2
     assert "no study 't'" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "plotly", None)
-    assert run("s", "--storage", finished.url) == 2
+    assert leave("report", "s", "--storage", finished.url) == 2
     assert capsys.readouterr().err == "optuna-dsat: plotly is not installed: pip install 'plotly>=6'\n"

@@ -152,7 +152,6 @@ def test_its_value_is_beside_the_config_and_deepspeed_never_gets_it(bench: Study
 def test_a_search_reaches_a_larger_micro_batch_and_says_how_to_train_with_it(bench: StudyBench, method: str) -> None:
     hill = Short()
     result = bench.run(spec(bench, method=method), hill)
-    assert result is not None
     trial = bench.study().trials[result.trial]
     assert trial.params[CHECKPOINT_EVERY] == result.checkpoint_every > 0
     assert trial.params["train_micro_batch_size_per_gpu"] > 6  # the most that fit without
@@ -169,7 +168,6 @@ def test_a_search_reaches_a_larger_micro_batch_and_says_how_to_train_with_it(ben
 
 def test_a_reason_against_it_is_given_once_where_memory_is_short(bench: StudyBench) -> None:
     result = bench.run(spec(bench), Short(against="its blocks contain BatchNorm1d"))
-    assert result is not None
     assert (result.checkpoint_every, result.model_change) == (0, "")
     texts = [str(event) for event in bench.news]
     assert (

@@ -19,7 +19,6 @@ from optuna_dsat.launch.run_directory import OutputError
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.profile.host import saving_in_words
 from optuna_dsat.study.profile.profile import profile_attempts
-from optuna_dsat.study.progress import Message
 from optuna_dsat.study.spec import StudySpec
 from tests.harness.landscapes import GIB, Hill
 from tests.harness.simulated import SimulatedLauncher, SimulatedProfile, SimulatedResult
@@ -62,10 +61,6 @@ def spec(bench: StudyBench, **changes: Any) -> StudySpec:
     return bench.spec(**{**only_nvme, "method": "guided", "nvme_path": str(bench.folder), **changes})
 
 
-def messages(bench: StudyBench) -> list[str]:
-    return [event.text for event in bench.news if isinstance(event, Message)]
-
-
 def test_the_result_has_the_users_path_and_the_drive_is_measured_once(
     bench: StudyBench, measurements: list[Path]
 ) -> None:
@@ -77,7 +72,7 @@ def test_the_result_has_the_users_path_and_the_drive_is_measured_once(
     offload = config["zero_optimization"]["offload_optimizer"]
     assert (offload["device"], offload["nvme_path"]) == ("nvme", folder)
     assert measurements == [bench.folder]
-    assert messages(bench).count(f"{folder} reads 3.00 GB/s and writes 1.00 GB/s.") == 1
+    assert bench.messages.count(f"{folder} reads 3.00 GB/s and writes 1.00 GB/s.") == 1
 
 
 def test_a_search_without_room_ends_before_its_trials(bench: StudyBench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,6 @@ from optuna_dsat.script.arg_mapping import STAGE
 from optuna_dsat.study.profile import profile
 from optuna_dsat.study.profile.profile import profile_attempts
 from optuna_dsat.study.profile.profiled import Profiled
-from optuna_dsat.study.progress import Message
 from optuna_dsat.study.stored import read_stored, record_of
 from optuna_dsat.study.trust import what_runs
 from tests.harness.landscapes import Hill
@@ -53,7 +52,7 @@ def test_a_script_that_accumulates_by_itself_is_told_what_follows(
 ) -> None:
     monkeypatch.setattr(LaunchRecord, "passes_per_micro_batch", 4)
     bench.run(bench.spec(max_trials=1, confirm=0), Hill())
-    (text,) = (event.text for event in bench.news if isinstance(event, Message) and "forward passes" in event.text)
+    (text,) = (text for text in bench.messages if "forward passes" in text)
     assert "makes 4 forward passes for each step" in text
     assert "set gradient_accumulation_steps to 4" in text
 
@@ -63,8 +62,7 @@ def test_samples_that_ranks_share_and_deepspeed_counts_for_each_are_announced(
 ) -> None:
     monkeypatch.setattr(EngineReady, "counted_times", property(lambda _: 2, lambda *_: None), raising=False)
     bench.run(bench.spec(max_trials=1, confirm=0), Hill())
-    texts = [event.text for event in bench.news if isinstance(event, Message)]
-    assert sum("global batch counts these 2 times" in text for text in texts) == 1
+    assert sum("global batch counts these 2 times" in text for text in bench.messages) == 1
 
 
 def test_a_script_that_accumulates_by_itself_as_its_config_says_has_as_many_steps_in_every_trial(
@@ -76,7 +74,7 @@ def test_a_script_that_accumulates_by_itself_as_its_config_says_has_as_many_step
     bench.run(spec, landscape)
     assert [config["gradient_accumulation_steps"] for config in landscape.configs] == [1, *[4] * 6]
     assert profiled_by(bench).holds_accumulation
-    (text,) = (event.text for event in bench.news if isinstance(event, Message) and "accumulat" in event.text)
+    (text,) = (text for text in bench.messages if "accumulat" in text)
     assert "every trial keeps your gradient_accumulation_steps" in text
 
 
@@ -136,11 +134,10 @@ def test_a_study_of_an_untested_optimizer_says_why_only_zero_0_is_searched(bench
     spec = bench.spec(max_trials=6, confirm=0)
     spec = spec.model_copy(update={"ds_config": {"train_micro_batch_size_per_gpu": 2}})
     result = bench.run(spec, hill)
-    assert result is not None
     assert result.config.get("zero_optimization", {}).get("stage", 0) == 0
     assert all(config.get("zero_optimization", {}).get("stage", 0) == 0 for config in hill.configs)
     assert not any("zero_allow_untested_optimizer" in config for config in hill.configs)
-    [text] = [news.text for news in bench.news if isinstance(news, Message) and "RowNorm" in news.text]
+    [text] = [text for text in bench.messages if "RowNorm" in text]
     assert '"zero_allow_untested_optimizer": true' in text
 
 
@@ -162,8 +159,7 @@ def test_losses_that_agree_have_zero_searched_for_an_untested_optimizer(
     spec = bench.spec(max_trials=6, confirm=0)
     spec = spec.model_copy(update={"ds_config": {"train_micro_batch_size_per_gpu": 2}})
     launcher = SimulatedLauncher(hill, total_slots=2)
-    result = bench.session(spec, launcher, check_loss=True).run()
-    assert result is not None
+    result = bench.run_by(launcher, spec, check_loss=True)
     assert (result.config.get("zero_allow_untested_optimizer") is True) is is_searched
     assert ("RowNorm" in result.advice) is is_searched
     tried = {config.get("zero_optimization", {}).get("stage", 0) for config in hill.configs[5:]}
@@ -172,9 +168,7 @@ def test_losses_that_agree_have_zero_searched_for_an_untested_optimizer(
     compared = [row for row in bench.store.launches(record_of(bench.store, "s").uuid) if "zero" in row.report.launch_id]
     assert len(compared) == 3
     other = spec.model_copy(update={"name": "without"})
-    without = bench.session(other, launcher).run()
-    assert without is not None
-    assert "zero_allow_untested_optimizer" not in without.config
+    assert "zero_allow_untested_optimizer" not in bench.run_by(launcher, other).config
 
 
 def test_a_stored_profile_is_completed_by_the_comparison_of_losses(bench: StudyBench) -> None:
@@ -183,8 +177,7 @@ def test_a_stored_profile_is_completed_by_the_comparison_of_losses(bench: StudyB
     spec = bench.spec(max_trials=1, confirm=0).model_copy(update={"ds_config": config})
     bench.session(spec, launcher).run()
     again = spec.model_copy(update={"name": "again", "max_trials": 6})
-    result = bench.session(again, launcher, check_loss=True).run()
-    assert result is not None
+    result = bench.run_by(launcher, again, check_loss=True)
     assert result.config["zero_allow_untested_optimizer"] is True
     purposes = Counter(row.purpose for row in bench.store.launches(record_of(bench.store, "again").uuid))
     assert purposes["profile"] == 0
@@ -307,9 +300,8 @@ def test_a_config_that_the_script_passes_for_a_changed_option_is_not_reported_as
     monkeypatch.setattr(profile, "follow", measured)
     monkeypatch.setattr(profile, "find_stage_option", prove)
     bench.run(bench.spec(max_trials=1, confirm=0), Hill())
-    words = [news.text for news in bench.news if isinstance(news, Message)]
-    assert not [text for text in words if "a DeepSpeed config of its own" in text]
-    assert "The script takes its ZeRO stage from --stage; it follows each configuration." in words
+    assert not [text for text in bench.messages if "a DeepSpeed config of its own" in text]
+    assert "The script takes its ZeRO stage from --stage; it follows each configuration." in bench.messages
 
 
 def failing_below(least: int) -> Hill:

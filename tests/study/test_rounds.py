@@ -19,8 +19,6 @@ from optuna_dsat.study.confirm.confirmation import steps_worth_their_time
 from optuna_dsat.study.confirm.finalists import USUAL_NOISE, confirmation_end
 from optuna_dsat.study.confirm.rounds import Rounds, order_of_round
 from optuna_dsat.study.confirm.verdict import VerdictKind
-from optuna_dsat.study.progress import Message
-from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.search.methods import Method
 from optuna_dsat.study.stored import read_stored
 from optuna_dsat.trials import attributes
@@ -40,11 +38,6 @@ def rounds_of(bench: StudyBench) -> Rounds:
 
 def turns_of(bench: StudyBench) -> list[tuple[int, int]]:
     return [(launch.round, launch.number) for launch in rounds_of(bench).launches]
-
-
-def found(result: StudyResult | None) -> StudyResult:
-    assert result is not None
-    return result
 
 
 def micro_batch_of(config: Mapping[str, Any]) -> int:
@@ -97,7 +90,7 @@ class Fooling(SimulatedLauncher):
 
 
 def test_finalists_and_the_users_config_run_in_rounds_in_orders_drawn_anew(bench: StudyBench) -> None:
-    result = found(bench.run(bench.spec(), Hill()))
+    result = bench.run(bench.spec(), Hill())
     turns, chosen = turns_of(bench), rounds_of(bench).chosen
     assert result.verdict.rounds == 3
     for number in (1, 2, 3):
@@ -119,48 +112,47 @@ def test_a_killed_tuner_goes_on_with_the_round_that_was_begun(bench: StudyBench)
     bench.run(whole, Hill())
     expected = [(launch.round, launch.number) for launch in Rounds.of(bench.study("whole").user_attrs).launches]
     session = bench.session(bench.spec(), Interrupting(Hill()))
-    partial = found(session.run())
+    partial = session.run()
+    assert partial is not None
     assert session.interrupted
     assert partial.verdict.rounds <= 2
     assert turns_of(bench) == expected[:4]
-    found(bench.run(bench.spec(), Hill()))
+    bench.run(bench.spec(), Hill())
     assert turns_of(bench) == expected
 
 
 def test_a_false_winner_is_followed_by_the_next_best(bench: StudyBench) -> None:
     """'Your config is the best found' was said, although nothing but one false finalist had been compared."""
-    result = found(bench.session(bench.spec(confirm=1), Fooling(1)).run())
+    result = bench.run_by(Fooling(1), bench.spec(confirm=1))
     false, second = [number for number in dict.fromkeys(number for _, number in turns_of(bench)) if number]
     assert (result.verdict.kind, result.trial) == (VerdictKind.WINNER, second)
     counted = Counter(number for _, number in turns_of(bench))
     assert (counted[false], counted[second] >= 3) == (3, True)
-    assert any(
-        isinstance(event, Message) and "next best of the search is measured" in event.text for event in bench.news
-    )
+    assert any("next best of the search is measured" in text for text in bench.messages)
     whole, name = turns_of(bench), "again"
     launcher = Fooling(1, interrupt_at=8)
-    assert found(bench.session(bench.spec(name=name, confirm=1), launcher).run()).trial == 0
-    found(bench.session(bench.spec(name=name, confirm=1), launcher).run())
+    assert bench.run_by(launcher, bench.spec(name=name, confirm=1)).trial == 0
+    bench.run_by(launcher, bench.spec(name=name, confirm=1))
     resumed = [(launch.round, launch.number) for launch in Rounds.of(bench.study(name).user_attrs).launches]
     assert resumed == whole
 
 
 def test_where_all_finalists_are_false_their_number_is_limited(bench: StudyBench) -> None:
     confirm = 2
-    result = found(bench.session(bench.spec(confirm=confirm, max_trials=16), Fooling(99)).run())
+    result = bench.run_by(Fooling(99), bench.spec(confirm=confirm, max_trials=16))
     assert (result.verdict.kind, result.trial) == (VerdictKind.BASELINE_IS_BEST, 0)
     heard = {number for _, number in turns_of(bench)} - {0}
     assert confirm < len(heard) <= 2 * confirm
     again = Hill()
-    found(bench.run(bench.spec(confirm=confirm, max_trials=16), again))
+    bench.run(bench.spec(confirm=confirm, max_trials=16), again)
     assert again.configs == []
 
 
 def test_what_rounds_refuted_is_not_measured_again_when_the_study_goes_on(bench: StudyBench) -> None:
-    found(bench.session(bench.spec(confirm=1, max_trials=4), Fooling(99)).run())
+    bench.run_by(Fooling(99), bench.spec(confirm=1, max_trials=4))
     before = turns_of(bench)
     refuted = {number for _, number in before} - {0}
-    result = found(bench.session(bench.spec(confirm=1, max_trials=8), Fooling(0)).run())
+    result = bench.run_by(Fooling(0), bench.spec(confirm=1, max_trials=8))
     later = {number for _, number in turns_of(bench)[len(before) :]}
     assert later
     assert not later & refuted
@@ -168,15 +160,15 @@ def test_what_rounds_refuted_is_not_measured_again_when_the_study_goes_on(bench:
 
 
 def test_a_raised_budget_compares_a_new_best_in_rounds_of_its_own(bench: StudyBench) -> None:
-    first = found(bench.run(bench.spec(max_trials=3), Hill()))
+    first = bench.run(bench.spec(max_trials=3), Hill())
     before = rounds_of(bench).last
-    again = found(bench.run(bench.spec(max_trials=12), Hill()))
+    again = bench.run(bench.spec(max_trials=12), Hill())
     later = [launch for launch in rounds_of(bench).launches if launch.round > before]
     assert again.trial != first.trial
     assert {again.trial, 0} <= {item.number for item in later}
     assert sum(item.number == again.trial for item in later) >= 3, "not paired with rounds of another day"
     quiet = Hill()
-    found(bench.run(bench.spec(max_trials=12), quiet))
+    bench.run(bench.spec(max_trials=12), quiet)
     assert quiet.configs == []
 
 
@@ -194,9 +186,9 @@ def test_a_machine_that_slows_down_between_rounds_changes_the_warning_not_the_sp
         return step_of(busy * 0.01 * (micro_batch_of(config) + 4))
 
     launcher = SlowingDown(Hill(slower), total_slots=2, noise=0.002)
-    result = found(bench.session(bench.spec(metric="latency", zero_stages=(2,)), launcher).run())
-    calm = found(bench.run(bench.spec(name="calm", metric="latency", zero_stages=(2,)), Hill(
-        lambda config: step_of(0.01 * (micro_batch_of(config) + 4))), noise=0.002))  # fmt: skip
+    result = bench.run_by(launcher, bench.spec(metric="latency", zero_stages=(2,)))
+    calm = bench.run(bench.spec(name="calm", metric="latency", zero_stages=(2,)), Hill(
+        lambda config: step_of(0.01 * (micro_batch_of(config) + 4))), noise=0.002)  # fmt: skip
     assert any("in round 3 your config was" in warning for warning in result.verdict.warnings), result.verdict.warnings
     assert calm.verdict.warnings == ()
     assert result.speed_up == pytest.approx(calm.speed_up, rel=0.01)
@@ -206,11 +198,11 @@ def test_rounds_that_are_too_few_for_the_noise_hand_over_the_users_config(bench:
     def alike(config: Mapping[str, Any]) -> SimulatedResult:
         return step_of(0.05 * micro_batch_of(config))
 
-    result = found(bench.run(bench.spec(confirm_time_s=150.0, tie=0.0, random_seed=4), Hill(alike), noise=0.15))
+    result = bench.run(bench.spec(confirm_time_s=150.0, tie=0.0, random_seed=4), Hill(alike), noise=0.15)
     assert result.verdict.kind is VerdictKind.NOT_CONFIRMED
     assert (result.trial, result.speed_up) == (0, 1.0)
     assert rounds_of(bench).spent_s >= 150.0
-    more = found(bench.run(bench.spec(confirm_time_s=1000.0, tie=0.0, random_seed=4), Hill(alike), noise=0.1))
+    more = bench.run(bench.spec(confirm_time_s=1000.0, tie=0.0, random_seed=4), Hill(alike), noise=0.1)
     assert more.verdict.rounds > result.verdict.rounds, "it goes on where more time is given"
 
 
@@ -222,7 +214,7 @@ def test_of_what_runs_as_fast_the_smaller_batch_is_found_and_wins(bench: StudyBe
         return None if micro_batch > 40 else step_of(0.02 * max(micro_batch, 8) * (1.0005 if micro_batch < 20 else 1.0))
 
     spec = bench.spec(method="guided", max_trials=24, zero_stages=(2,))
-    result = found(bench.run(spec, Hill(saturates)))
+    result = bench.run(spec, Hill(saturates))
     trials = [trial for trial in bench.study().trials if trial.value is not None]
     best = max(trials, key=lambda item: item.value or 0.0)
     assert result.train_batch_size < 40 <= 2 * micro_batch_of(best.user_attrs[attributes.CONFIG])
@@ -231,7 +223,7 @@ def test_of_what_runs_as_fast_the_smaller_batch_is_found_and_wins(bench: StudyBe
 
 
 def test_a_kept_global_batch_is_compared_with_the_users_config_at_it(bench: StudyBench) -> None:
-    result = found(bench.run(bench.spec(train_batch_size=96, max_trials=12), Hill()))
+    result = bench.run(bench.spec(train_batch_size=96, max_trials=12), Hill())
     own = bench.study().trials[0].user_attrs[attributes.CONFIG]
     assert (own["train_micro_batch_size_per_gpu"], own["gradient_accumulation_steps"]) == (2, 24)
     assert result.verdict.at_user_batch is not None
@@ -240,10 +232,8 @@ def test_a_kept_global_batch_is_compared_with_the_users_config_at_it(bench: Stud
 
 def test_the_users_own_global_batch_may_be_kept(bench: StudyBench) -> None:
     config = {**USER_CONFIG, "gradient_accumulation_steps": 6}
-    result = found(bench.run(bench.spec(method="guided", ds_config=config, batch="keep", confirm=0), Hill()))
-    configs = [
-        trial.user_attrs[attributes.CONFIG] for trial in bench.study().trials if attributes.CONFIG in trial.user_attrs
-    ]
+    result = bench.run(bench.spec(method="guided", ds_config=config, batch="keep", confirm=0), Hill())
+    configs = bench.configs
     assert {2 * micro_batch_of(item) * item["gradient_accumulation_steps"] for item in configs} == {24}
     assert result.train_batch_size == result.user_train_batch_size == 24
     assert len({micro_batch_of(item) for item in configs}) > 1
@@ -263,15 +253,10 @@ def test_no_global_batch_is_searched_beyond_a_tenth_of_the_data(
     bench: StudyBench, method: str, options: dict[str, int], most: int
 ) -> None:
     """A script with 4,096 samples was tried at a global batch of 6,662."""
-    result = found(bench.run(bench.spec(method=method, confirm=0, max_trials=10, **options), Hill()))
-    configs = [
-        trial.user_attrs[attributes.CONFIG] for trial in bench.study().trials if attributes.CONFIG in trial.user_attrs
-    ]
-    batches = [2 * micro_batch_of(config) for config in configs]
+    result = bench.run(bench.spec(method=method, confirm=0, max_trials=10, **options), Hill())
+    batches = [2 * micro_batch_of(config) for config in bench.configs]
     assert most / 4 <= max(batches) <= most
-    words = [
-        event.text for event in bench.news if isinstance(event, Message) and "no global batch beyond" in event.text
-    ]
+    words = [text for text in bench.messages if "no global batch beyond" in text]
     expected = f"The training data have {options['dataset_size']} samples: no global batch beyond {most}"
     assert [item.startswith(expected) for item in words] == [True] * ("max_train_batch_size" not in options)
     assert result.dataset_size == options["dataset_size"]
@@ -284,11 +269,8 @@ def test_no_global_batch_is_searched_beyond_a_tenth_of_the_data(
 @pytest.mark.parametrize("method", ["binary", "guided"])
 def test_micro_batches_may_be_multiples_of_a_number(bench: StudyBench, method: str) -> None:
     hill = Hill()
-    found(bench.run(bench.spec(method=method, divisible_by=8, confirm=0, max_trials=10), hill))
-    configs = [
-        trial.user_attrs[attributes.CONFIG] for trial in bench.study().trials if attributes.CONFIG in trial.user_attrs
-    ]
-    sizes = [micro_batch_of(config) for config in configs[1:]]
+    bench.run(bench.spec(method=method, divisible_by=8, confirm=0, max_trials=10), hill)
+    sizes = [micro_batch_of(config) for config in bench.configs[1:]]
     assert all(size % 8 == 0 for size in sizes), "all but the user's own"
     assert micro_batch_of(hill.configs[0]) == 8, "the profile, too"
     listed = {**USER_CONFIG, "train_micro_batch_size_per_gpu": [2, 4]}

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from optuna.trial import FrozenTrial
 
-from optuna_dsat.cli import main
 from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.space import space_of
 from optuna_dsat.study.stored import read_stored
 from optuna_dsat.trials import attributes
+from tests.harness.entry_points import leave
 from tests.harness.landscapes import Hill
 from tests.harness.simulated import SimulatedResult
 from tests.harness.studies import USER_CONFIG, StudyBench
@@ -34,9 +34,7 @@ def _seconds(config: Mapping[str, Any]) -> SimulatedResult:
 
 def _search(bench: StudyBench, **changes: Any) -> StudyResult:
     spec = bench.spec(ds_config=DS_CONFIG, max_trials=24, **changes)
-    result = bench.run(spec, Hill(override=_seconds))
-    assert result is not None
-    return result
+    return bench.run(spec, Hill(override=_seconds))
 
 
 def _asked(bench: StudyBench) -> list[FrozenTrial]:
@@ -72,14 +70,12 @@ def test_the_fastest_config_at_the_users_batch_is_found_beside_the_fastest(bench
 def test_commands_show_and_print_both_configs(bench: StudyBench, capsys: pytest.CaptureFixture[str]) -> None:
     result = _search(bench, method="guided", batch="both")
     assert result.same_batch is not None
-    with pytest.raises(SystemExit):
-        main(["show", "s", "--storage", bench.store.url])
+    leave("show", "s", "--storage", bench.store.url)
     shown = capsys.readouterr().out
     assert f"optuna-dsat train s --trial {result.same_batch.trial} --storage {bench.store.url}\n" in shown
     assert f"optuna-dsat train s --storage {bench.store.url}\n" in shown
     for options, config in ((["--same-batch"], result.same_batch.config), ([], result.config)):
-        with pytest.raises(SystemExit):
-            main(["best", "s", *options, "--storage", bench.store.url])
+        leave("best", "s", *options, "--storage", bench.store.url)
         assert json.loads(capsys.readouterr().out) == config
 
 
@@ -137,7 +133,6 @@ def test_the_file_of_an_earlier_result_is_removed_unless_it_was_edited(bench: St
         path.write_text("{}")
     spec = bench.spec(ds_config=DS_CONFIG, max_trials=34, method="random", batch="both", confirm=0)
     later = bench.run(spec, Hill(override=run))
-    assert later is not None
     assert (later.train_batch_size, later.same_batch) == (BATCH, None)
     assert path.exists() is edited
 

@@ -15,8 +15,9 @@ from optuna_dsat.errors import NothingRunnableError, ScriptFailedError, StudyCon
 from optuna_dsat.launch.protocol import LaunchRequest
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.confirm.rounds import RoundLaunch, Rounds
-from optuna_dsat.study.progress import FinalistMeasured, Message, ProfileFinished, ProfileStarted, TrialFinished
+from optuna_dsat.study.progress import FinalistMeasured, ProfileFinished, ProfileStarted, TrialFinished
 from optuna_dsat.study.search.proposals import _reason
+from optuna_dsat.study.stored import record_of
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import FIXED_ATTR, PLAN_ATTR, RETRY_ATTR
 from tests.harness.landscapes import GIB, Hill
@@ -28,6 +29,18 @@ def launches_of(bench: StudyBench) -> Sequence[RoundLaunch]:
     return Rounds.of(bench.study().user_attrs).launches
 
 
+def ends_above(micro_batch: int, outcome: Outcome, message: str) -> Hill:
+    """Return a landscape of a script that ends at any larger micro-batch."""
+    end = SimulatedResult(outcome=outcome, startup_s=1, message=message)
+    return Hill(override=lambda config: end if config["train_micro_batch_size_per_gpu"] > micro_batch else None)
+
+
+def ends_at_first(outcome: Outcome, message: str) -> Hill:
+    """Return a landscape in which only the first trial, which has the user's own micro-batch, does not run."""
+    end = SimulatedResult(outcome=outcome, startup_s=1, message=message)
+    return Hill(override=lambda config: end if config["train_micro_batch_size_per_gpu"] == 2 else None)
+
+
 def keys_of(configs: list[dict[str, Any]]) -> list[str]:
     return [ds_config.canonical_key(config) for config in configs]
 
@@ -36,7 +49,6 @@ def keys_of(configs: list[dict[str, Any]]) -> list[str]:
 def test_a_study_beats_the_users_config_and_leaves_what_to_train_with(bench: StudyBench, method: str) -> None:
     spec = bench.spec(method=method, max_trials=12, options={"min_gain": 0.0})
     result = bench.run(spec, Hill())
-    assert result is not None
     assert result.speed_up is not None
     assert result.speed_up > 2
     config = json.loads(Path(result.config_path).read_text())
@@ -70,7 +82,6 @@ def test_the_users_config_is_measured_first_and_confirmed_with_the_winner(bench:
 def test_a_users_config_outside_the_space_is_still_the_baseline(bench: StudyBench) -> None:
     config = {**USER_CONFIG, "zero_optimization": {"stage": 0}}
     result = bench.run(bench.spec(ds_config=config, zero_stages=(1, 2)), Hill())
-    assert result is not None
     first = bench.study().trials[0]
     assert first.params == {}
     assert first.state is TrialState.COMPLETE
@@ -97,7 +108,6 @@ def test_out_of_memory_is_pruned_knowledge_not_a_failure(bench: StudyBench) -> N
 def test_concurrent_launches_share_the_slots(bench: StudyBench) -> None:
     hill = Hill()
     result = bench.run(bench.spec(max_trials=16, max_concurrent_trials=3, confirm=0), hill, slots=8)
-    assert result is not None
     assert sum(result.launches.values()) == 16
     assert len(set(keys_of(hill.configs[1:17]))) == 16
 
@@ -107,9 +117,7 @@ def test_a_raised_budget_adds_exactly_the_difference(bench: StudyBench) -> None:
     more = Hill()
     bench.run(bench.spec(max_trials=9, confirm=0), more)
     assert len(more.configs) == 4
-    record = bench.store.find_study("s")
-    assert record is not None
-    assert record.spec["max_trials"] == 9
+    assert record_of(bench.store, "s").spec["max_trials"] == 9
 
 
 def test_another_script_under_the_same_name_is_refused_with_what_differs(bench: StudyBench) -> None:
@@ -122,11 +130,8 @@ def test_a_study_without_a_trial_takes_the_new_settings(bench: StudyBench) -> No
     broken = SimulatedResult(outcome=Outcome.SCRIPT_ERROR, startup_s=1, message="ValueError: no data")
     with pytest.raises(ScriptFailedError):
         bench.run(bench.spec(zero_stages=(1, 2, 3)), Hill(override=lambda _: broken))
-    result = bench.run(bench.spec(zero_stages=(1,), max_trials=3), Hill())
-    assert result is not None
-    record = bench.store.find_study("s")
-    assert record is not None
-    assert record.spec["zero_stages"] == [1]
+    bench.run(bench.spec(zero_stages=(1,), max_trials=3), Hill())
+    assert record_of(bench.store, "s").spec["zero_stages"] == [1]
 
 
 def test_a_second_study_of_the_same_script_spares_the_profile_launch(bench: StudyBench) -> None:
@@ -180,36 +185,21 @@ def test_a_script_that_fails_at_once_ends_the_study_after_the_profile_launch(ben
 
 
 def test_the_same_script_error_again_and_again_ends_the_study(bench: StudyBench) -> None:
-    def breaks_beyond_profile(config: Mapping[str, Any]) -> SimulatedResult | None:
-        if config["train_micro_batch_size_per_gpu"] == 1:
-            return None
-        return SimulatedResult(outcome=Outcome.SCRIPT_ERROR, startup_s=1, message="ValueError: batch")
-
-    hill = Hill(override=breaks_beyond_profile)
+    hill = ends_above(1, Outcome.SCRIPT_ERROR, "ValueError: batch")
     with pytest.raises(ScriptFailedError, match="Launch after launch"):
         bench.run(bench.spec(max_trials=30), hill)
     assert len(hill.configs) < 10
 
 
 def test_script_errors_after_a_measured_trial_do_not_lose_the_result(bench: StudyBench) -> None:
-    def too_little_data(config: Mapping[str, Any]) -> SimulatedResult | None:
-        if config["train_micro_batch_size_per_gpu"] <= 2:
-            return None
-        return SimulatedResult(outcome=Outcome.SCRIPT_ERROR, startup_s=1, message="ended early")
-
-    result = bench.run(bench.spec(max_trials=6, confirm=0), Hill(override=too_little_data))
-    assert result is not None
+    hill = ends_above(2, Outcome.SCRIPT_ERROR, "ended early")
+    result = bench.run(bench.spec(max_trials=6, confirm=0), hill)
     assert result.config["train_micro_batch_size_per_gpu"] == 2
 
 
 def test_out_of_data_bounds_the_micro_batch_of_every_lineage(bench: StudyBench) -> None:
-    def hundred_samples(config: Mapping[str, Any]) -> SimulatedResult | None:
-        if config["train_micro_batch_size_per_gpu"] <= 10:
-            return None
-        return SimulatedResult(outcome=Outcome.OUT_OF_DATA, startup_s=1, message="the script ended by itself")
-
-    result = bench.run(bench.spec(max_trials=20, method="binary", confirm=0), Hill(override=hundred_samples))
-    assert result is not None
+    hill = ends_above(10, Outcome.OUT_OF_DATA, "the script ended by itself")
+    result = bench.run(bench.spec(max_trials=20, method="binary", confirm=0), hill)
     assert result.config["train_micro_batch_size_per_gpu"] <= 10
     smallest = 10**9
     for trial in (t for t in bench.study().trials if attributes.OUTCOME in t.user_attrs):
@@ -222,12 +212,7 @@ def test_out_of_data_bounds_the_micro_batch_of_every_lineage(bench: StudyBench) 
 
 
 def test_a_users_config_that_runs_out_of_data_ends_the_study_with_the_remedy(bench: StudyBench) -> None:
-    def four_steps(config: Mapping[str, Any]) -> SimulatedResult | None:
-        if config["train_micro_batch_size_per_gpu"] == 1:
-            return None
-        return SimulatedResult(outcome=Outcome.OUT_OF_DATA, startup_s=1, message="the script ended after 4 steps")
-
-    hill = Hill(override=four_steps)
+    hill = ends_above(1, Outcome.OUT_OF_DATA, "the script ended after 4 steps")
     with pytest.raises(ScriptFailedError, match=r"your config.*ended after 4 steps.*--end-profile-step"):
         bench.run(bench.spec(), hill)
     assert len(hill.configs) == 2
@@ -239,7 +224,7 @@ def test_a_resumed_study_goes_on_with_its_own_profile_when_a_file_changes(bench:
     again = Hill()
     bench.run(bench.spec(confirm=0, max_trials=9), again)
     assert len(again.configs) == 1
-    assert any(isinstance(news, Message) and "its own profile" in news.text for news in bench.news)
+    assert any("its own profile" in text for text in bench.messages)
 
 
 def test_the_profile_tries_zero_1_where_no_higher_stage_is_searched(bench: StudyBench) -> None:
@@ -257,18 +242,12 @@ def test_the_profile_tries_zero_1_where_no_higher_stage_is_searched(bench: Study
 
 
 def test_a_communication_error_is_launched_again_and_then_given_up(bench: StudyBench) -> None:
-    flaky = SimulatedResult(outcome=Outcome.COMMUNICATION_ERROR, startup_s=1, message="connection reset")
-
-    def only_trials(config: Mapping[str, Any]) -> SimulatedResult | None:
-        return flaky if config["train_micro_batch_size_per_gpu"] == 2 else None
-
-    bench.run(bench.spec(max_retries=2, confirm=0), Hill(override=only_trials))
+    hill = ends_at_first(Outcome.COMMUNICATION_ERROR, "connection reset")
+    bench.run(bench.spec(max_retries=2, confirm=0), hill)
     first = bench.study().trials[0]
     assert first.state is TrialState.FAIL
     assert first.user_attrs[attributes.ATTEMPTS] == 3
-    record = bench.store.find_study("s")
-    assert record is not None
-    launches = [row for row in bench.store.launches(record.uuid) if row.trial_number == 0]
+    launches = [row for row in bench.store.launches(record_of(bench.store, "s").uuid) if row.trial_number == 0]
     assert [row.attempt for row in launches] == [0, 1, 2]
 
 
@@ -281,25 +260,18 @@ def test_a_launch_that_others_kill_is_launched_again_whatever_it_is_for(bench: S
             result = super().run(ds_config, slots)
             return killed if len(self.configs) - 1 in profile | first_trial | first_round else result
 
-    result = bench.run(bench.spec(max_retries=0, max_trials=3, confirm=1), Disturbed())
-    assert result is not None
+    bench.run(bench.spec(max_retries=0, max_trials=3, confirm=1), Disturbed())
     trials = bench.study().trials
     assert trials[0].user_attrs[attributes.ATTEMPTS] == 4
     assert all(trial.state is TrialState.COMPLETE for trial in trials)
     rounds = Rounds.of(bench.study().user_attrs)
     assert rounds.launches
     assert all(launch.value is not None for launch in rounds.launches), "rounds repeat them, too"
-    text = [news.text for news in bench.news if isinstance(news, Message)]
-    assert text.count("Launched again: killed by SIGKILL from outside.") == 4
+    assert bench.messages.count("Launched again: killed by SIGKILL from outside.") == 4
 
 
 def test_a_launch_that_is_killed_each_time_is_given_up(bench: StudyBench) -> None:
-    killed = SimulatedResult(outcome=Outcome.KILLED, startup_s=1, message="killed by SIGKILL from outside")
-
-    def only_trials(config: Mapping[str, Any]) -> SimulatedResult | None:
-        return killed if config["train_micro_batch_size_per_gpu"] == 2 else None
-
-    bench.run(bench.spec(max_retries=1, confirm=0), Hill(override=only_trials))
+    bench.run(bench.spec(max_retries=1, confirm=0), ends_at_first(Outcome.KILLED, "killed by SIGKILL from outside"))
     first = bench.study().trials[0]
     assert first.state is TrialState.FAIL
     assert first.user_attrs[attributes.ATTEMPTS] == 4
@@ -307,7 +279,6 @@ def test_a_launch_that_is_killed_each_time_is_given_up(bench: StudyBench) -> Non
 
 def test_early_stopping_ends_the_search_and_says_so(bench: StudyBench) -> None:
     result = bench.run(bench.spec(max_trials=60, options={"early_stopping": 4}, confirm=0), Hill())
-    assert result is not None
     assert "early-stopping" in result.reason
     assert sum(result.launches.values()) < 60
 
@@ -319,7 +290,6 @@ def test_a_small_space_is_exhausted_and_says_so(bench: StudyBench) -> None:
         method="binary", confirm=0,
     )  # fmt: skip
     result = bench.run(spec, Hill())
-    assert result is not None
     assert "expected to win" in result.reason
     assert sum(result.launches.values()) < 20
 
@@ -329,13 +299,11 @@ def test_the_users_config_is_launched_where_no_other_structure_is_searched(bench
     config = {key: value for key, value in USER_CONFIG.items() if key != "zero_optimization"}
     spec = bench.spec(method="guided", max_trials=1, confirm=0, zero_stages=(0,), ds_config=config)
     result = bench.run(spec, Hill())
-    assert result is not None
     assert sum(result.launches.values()) == 1
 
 
 def test_a_metric_to_minimise_picks_the_smallest(bench: StudyBench) -> None:
     result = bench.run(bench.spec(metric="latency", max_trials=8), Hill())
-    assert result is not None
     values = [t.value for t in bench.study().trials if t.state is TrialState.COMPLETE]
     assert result.value == pytest.approx(min(v for v in values if v is not None), rel=1e-6)
 
@@ -346,7 +314,6 @@ def test_only_the_micro_batches_that_the_user_lists_are_run(bench: StudyBench, m
     config = {**USER_CONFIG, "train_micro_batch_size_per_gpu": listed}
     hill = Hill()
     result = bench.run(bench.spec(method=method, ds_config=config, max_trials=25, confirm=0), hill)
-    assert result is not None
     assert result.config["train_micro_batch_size_per_gpu"] == 24
     run = {config["train_micro_batch_size_per_gpu"] for config in hill.configs[1:]}
     assert run <= set(listed)
@@ -357,12 +324,7 @@ def test_only_the_micro_batches_that_the_user_lists_are_run(bench: StudyBench, m
 def test_a_global_batch_that_is_kept_is_made_up_by_accumulation(bench: StudyBench, method: str) -> None:
     hill = Hill()
     result = bench.run(bench.spec(method=method, train_batch_size=96, max_trials=16, confirm=0), hill)
-    assert result is not None
-    trials = [t for t in bench.study().trials if attributes.CONFIG in t.user_attrs][1:]
-    batches = [
-        (c["train_micro_batch_size_per_gpu"], c["gradient_accumulation_steps"])
-        for c in (trial.user_attrs[attributes.CONFIG] for trial in trials)
-    ]
+    batches = [(c["train_micro_batch_size_per_gpu"], c["gradient_accumulation_steps"]) for c in bench.configs[1:]]
     assert {micro_batch * accumulation * 2 for micro_batch, accumulation in batches} == {96}
     assert (24, 2) in batches  # the largest divisor of 48 that fits
     assert result.train_batch_size == 96
@@ -372,12 +334,10 @@ def test_a_global_batch_that_is_kept_is_made_up_by_accumulation(bench: StudyBenc
 
 def test_the_largest_global_batch_of_the_autotuning_section_bounds_the_micro_batch(bench: StudyBench) -> None:
     config = {**USER_CONFIG, "gradient_accumulation_steps": 4, "autotuning": {"max_train_batch_size": 40}}
-    result = bench.run(bench.spec(ds_config=config, max_trials=12, confirm=0), Hill())
-    assert result is not None
-    trials = [t.user_attrs[attributes.CONFIG] for t in bench.study().trials if attributes.CONFIG in t.user_attrs]
-    totals = [c["train_micro_batch_size_per_gpu"] * c["gradient_accumulation_steps"] * 2 for c in trials]
+    bench.run(bench.spec(ds_config=config, max_trials=12, confirm=0), Hill())
+    totals = [c["train_micro_batch_size_per_gpu"] * c["gradient_accumulation_steps"] * 2 for c in bench.configs]
     assert max(totals) <= 40
-    assert max(c["train_micro_batch_size_per_gpu"] for c in trials) > 5
+    assert max(c["train_micro_batch_size_per_gpu"] for c in bench.configs) > 5
 
 
 @pytest.mark.parametrize(
@@ -420,8 +380,7 @@ def test_a_finalist_that_fails_with_more_steps_gives_its_place_to_the_next_best(
             super().start(request)
 
     doomed: list[str] = []
-    result = bench.session(bench.spec(max_trials=12, confirm=1), RunsOut(Hill(), total_slots=2)).run()
-    assert result is not None
+    result = bench.run_by(RunsOut(Hill(), total_slots=2), bench.spec(max_trials=12, confirm=1))
     own = attributes.user_config_trial(bench.study().trials)
     assert own is not None
     launches = [item for item in launches_of(bench) if item.number != own.number]

@@ -17,7 +17,6 @@ from optuna_dsat.launch.protocol import Holder, LaunchRequest, LaunchUpdate, Slo
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.store import Store
 from optuna_dsat.study.folder import MARK, held_folder
-from optuna_dsat.study.progress import Message
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.trials import attributes
 from tests.harness.landscapes import Hill
@@ -76,10 +75,6 @@ def search(bench: StudyBench, spec: StudySpec, launcher: Shared) -> None:
     bench.session(spec, launcher).run()
 
 
-def messages(bench: StudyBench) -> list[str]:
-    return [news.text for news in bench.news if isinstance(news, Message)]
-
-
 def launched(bench: StudyBench) -> list[str]:
     """Return the configurations of the trials that were launched to an end of their own."""
     return [
@@ -99,7 +94,7 @@ def test_a_search_says_for_whom_it_waits_and_then_goes_on(bench: StudyBench) -> 
     search(bench, bench.spec(max_trials=2, confirm=0), Shared(Hill(), after=0, looks=3))
     search(bench, bench.spec(max_trials=3, confirm=0), Shared(Hill(), after=0, looks=2, shows="taken"))
     search(bench, bench.spec(max_trials=4, confirm=0), Shared(Hill(), after=0, looks=1, shows="start"))
-    words = [text for text in messages(bench) if "Waiting for 2 free slots" in text]
+    words = [text for text in bench.messages if "Waiting for 2 free slots" in text]
     assert len(words) == 3
     assert all("Not free: GPU 1: process 4711 (sleep, user anna)." in text for text in words)
     assert attributes.launches_used(bench.study().trials) == 4

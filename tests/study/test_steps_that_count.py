@@ -18,7 +18,7 @@ from optuna_dsat.report.view import read_view
 from optuna_dsat.runtime.events import StepMeasured
 from optuna_dsat.study.progress import TrialStepped
 from optuna_dsat.study.result import StudyResult
-from optuna_dsat.study.stored import trial_row
+from optuna_dsat.study.stored import record_of, trial_row
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import metric_in_words, steps_in_words
 from tests.harness.entry_points import leave
@@ -66,15 +66,12 @@ def _changed(update: LaunchUpdate) -> Iterator[LaunchUpdate]:
 @pytest.fixture
 def result(bench: StudyBench) -> StudyResult:
     launcher = HalfPrecisionLauncher(Hill(), total_slots=2, noise=0.0)
-    matches = bench.session(bench.spec(end_profile_step=8, max_trials=4), launcher).run()
-    assert matches is not None
-    return matches
+    return bench.run_by(launcher, bench.spec(end_profile_step=8, max_trials=4))
 
 
 def test_every_record_of_a_study_counts_the_same_steps(bench: StudyBench, result: StudyResult) -> None:
     assert result.reason
-    stored = bench.store.find_study("s")
-    assert stored is not None
+    stored = record_of(bench.store, "s")
     uuid = stored.uuid
     measured = [trial for trial in bench.study().trials if trial.state is TrialState.COMPLETE]
     assert len(measured) > 2
@@ -106,10 +103,9 @@ def test_the_result_says_so_in_one_line(result: StudyResult, capsys: pytest.Capt
 
 
 def test_a_script_of_equal_steps_has_no_such_line(bench: StudyBench) -> None:
-    matches = bench.session(bench.spec(max_trials=2), SimulatedLauncher(Hill(), total_slots=2, noise=0.0)).run()
-    assert matches is not None
-    assert matches.measurement == ""
-    assert "tokens_per_s" not in matches.metrics
+    result = bench.run(bench.spec(max_trials=2), Hill())
+    assert result.measurement == ""
+    assert "tokens_per_s" not in result.metrics
 
 
 def test_show_report_and_notes_say_so(

@@ -48,9 +48,7 @@ def run_with_trainer(bench: StudyBench, trainer: ScriptTrainer = LIGHTNING, **ch
     assert first.profiled is not None
     profiled = replace(first.profiled, trainer=trainer)
     bench.store.save_profile(fingerprint, profiled.to_json(), study_uuid=first.record.uuid)
-    result = bench.run(bench.spec(**{"max_trials": 4, "confirm": 0, **changes}), Hill())
-    assert result is not None
-    return result
+    return bench.run(bench.spec(**{"max_trials": 4, "confirm": 0, **changes}), Hill())
 
 
 def test_lengths_of_a_schedule_that_the_trainer_has_to_compute_are_reported_as_changed(bench: StudyBench) -> None:
@@ -79,7 +77,6 @@ def test_report_and_note_advise_what_the_result_does(bench: StudyBench) -> None:
         fingerprint = str(first.attributes[attributes.FINGERPRINT])
         bench.store.save_profile(fingerprint, profiled.to_json(), study_uuid=first.record.uuid)
         result = bench.run(bench.spec(name=name, max_trials=4, confirm=0), Hill())
-        assert result is not None
         assert result.advice
         view = read_view(bench.store, name)
         assert view.result is not None
@@ -146,7 +143,6 @@ def test_a_confirmed_winner_is_not_compared_with_a_user_config_that_could_not_be
     bench: StudyBench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = bench.run(bench.spec(max_trials=6, confirm=2), Hill(FailsAgain()), noise=0.1)
-    assert result is not None
     study = read_stored(bench.store, "s")
     assert study.best is not None
     assert study.baseline is not None
@@ -164,7 +160,6 @@ def test_a_confirmed_winner_is_not_compared_with_a_user_config_that_could_not_be
     show_result(result, as_json=False)
     assert "Your config could not be measured again; compared with its " in capsys.readouterr().out
     again = bench.run(bench.spec(name="whole", max_trials=6, confirm=2), Hill(), noise=0.1)
-    assert again is not None
     assert again.speed_up_confirmed
     assert again.user_value is not None
     assert again.speed_up == pytest.approx(again.value / again.user_value)
@@ -181,7 +176,6 @@ def test_a_study_is_shown_in_the_metric_that_it_optimised(
     bench: StudyBench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = bench.run(bench.spec(metric="FLOPS_per_gpu", max_trials=3, confirm=0), UncountedFlops())
-    assert result is not None
     assert result.metric == "throughput"
     number, unit = metric_in_words("throughput", result.value).split()
     for command in (["show", "s"], ["trials", "s"], ["studies"]):

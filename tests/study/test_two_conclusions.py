@@ -12,20 +12,22 @@ from optuna_dsat.store import Store
 from optuna_dsat.store.tables import HeartbeatRow
 from optuna_dsat.study import conclusion
 from optuna_dsat.study.progress import LaunchEnded, Message, ProgressEvent
-from optuna_dsat.study.session import Session
-from optuna_dsat.study.spec import StudyRequest
+from optuna_dsat.study.stored import record_of
 from optuna_dsat.trials import attributes
 from tests.harness.landscapes import Hill
-from tests.harness.simulated import SIMULATED_DEVICES, SimulatedLauncher
+from tests.harness.simulated import SimulatedLauncher
 from tests.harness.studies import StudyBench
 
 pytestmark = pytest.mark.usefixtures("in_sqlite")
 
 
 def confirmed(bench: StudyBench) -> int:
-    record = bench.store.find_study("s")
-    assert record is not None
+    record = record_of(bench.store, "s")
     return sum(launch.purpose == "confirm" for launch in bench.store.launches(record.uuid))
+
+
+def launcher() -> SimulatedLauncher:
+    return SimulatedLauncher(Hill(), total_slots=2)
 
 
 def take_turn(store: Store) -> None:
@@ -36,21 +38,17 @@ def take_turn(store: Store) -> None:
 
 def test_one_waits_while_another_confirms_the_finalists(bench: StudyBench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conclusion, "_WAIT_S", 0.01)
-    spec, text = bench.spec(max_trials=3, confirm=1), []
+    text = []
 
     def observe(event: ProgressEvent) -> None:
         if isinstance(event, Message) and "Another worker" in event.text:
             text.append(confirmed(bench))
             other.close()
 
-    asked = StudyRequest(spec=spec, devices=SIMULATED_DEVICES, storage=bench.store.url)
-    launcher = SimulatedLauncher(Hill(), total_slots=2)
-    session = Session(asked, store=bench.store, launcher=launcher, observer=observe)
-    record = bench.store.find_study("s")
-    assert record is not None
+    session = bench.session(bench.spec(max_trials=3, confirm=1), launcher(), observer=observe)
     with ExitStack() as stack:
-        other = stack.enter_context(ExitStack())
-        assert other.enter_context(stack.enter_context(Store.open(bench.store.url)).conclusion_turn(record.uuid))
+        other, turn = stack.enter_context(ExitStack()), stack.enter_context(Store.open(bench.store.url))
+        assert other.enter_context(turn.conclusion_turn(record_of(bench.store, "s").uuid))
         result = session.run()
     assert text == [0], "nothing was launched before it was said, and that once"
     assert result is not None
@@ -68,37 +66,25 @@ def test_one_that_stood_still_overwrites_nothing_of_who_took_over(
         if isinstance(event, LaunchEnded) and event.purpose == "confirm" and not frozen:
             take_turn(bench.store)
             with Store.open(bench.store.url) as other:
-                asked = StudyRequest(spec=spec, devices=SIMULATED_DEVICES, storage=other.url)
-                Session(
-                    asked, store=other, launcher=SimulatedLauncher(Hill(), total_slots=2), observer=lambda _: None
-                ).run()
+                StudyBench(bench.folder, other).run(spec, Hill())
             frozen.append(bench.study().user_attrs[attributes.CONFIRMATION])
         elif isinstance(event, Message):
             words.append(event.text)
 
     spec = bench.spec(max_trials=3, confirm=1)
-    asked = StudyRequest(spec=spec, devices=SIMULATED_DEVICES, storage=bench.store.url)
-    launcher = SimulatedLauncher(Hill(), total_slots=2)
-    result = Session(asked, store=bench.store, launcher=launcher, observer=observe).run()
+    bench.run_by(launcher(), spec, observer=observe)
     assert bench.study().user_attrs[attributes.CONFIRMATION] == frozen[0]
     assert any("took the confirmation over" in text for text in words)
-    assert result is not None
     assert confirmed(bench) == len(frozen[0]["launches"])
 
 
 def test_ctrl_c_ends_the_wait(bench: StudyBench) -> None:
-    spec = bench.spec(max_trials=3, confirm=1)
-
     def observe(event: ProgressEvent) -> None:
         if isinstance(event, Message) and "Another worker" in event.text:
             raise KeyboardInterrupt
 
-    asked = StudyRequest(spec=spec, devices=SIMULATED_DEVICES, storage=bench.store.url)
-    launcher = SimulatedLauncher(Hill(), total_slots=2)
-    session = Session(asked, store=bench.store, launcher=launcher, observer=observe)
-    record = bench.store.find_study("s")
-    assert record is not None
-    with Store.open(bench.store.url) as store, store.conclusion_turn(record.uuid):
+    session = bench.session(bench.spec(max_trials=3, confirm=1), launcher(), observer=observe)
+    with Store.open(bench.store.url) as store, store.conclusion_turn(record_of(bench.store, "s").uuid):
         assert session.run() is not None, "what the search found"
     assert session.interrupted
     assert confirmed(bench) == 0

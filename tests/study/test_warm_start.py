@@ -12,7 +12,6 @@ import pytest
 from optuna_dsat.cost.step_time import COEFFICIENTS, LogCoefficients, StepTimeModel
 from optuna_dsat.errors import UsageError
 from optuna_dsat.guided.prior_knowledge import PriorKnowledge
-from optuna_dsat.study.progress import Message
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.trials import attributes
 from tests.harness.landscapes import Hill
@@ -38,7 +37,7 @@ def guided(bench: StudyBench, name: str, **changes: Any) -> StudySpec:
 
 
 def told(bench: StudyBench) -> list[str]:
-    return [news.text for news in bench.news if isinstance(news, Message) and news.text.startswith("Warm start")]
+    return [text for text in bench.messages if text.startswith("Warm start")]
 
 
 def configs(bench: StudyBench, name: str) -> list[tuple[Any, ...]]:
