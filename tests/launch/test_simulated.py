@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,13 @@ from tests.harness.landscapes import GIB, Hill
 from tests.harness.launches import DS_CONFIG, events, reports, request, updates_until_finished
 from tests.harness.simulated import SimulatedLauncher
 
+NOWHERE = Path("/nowhere")
+
 
 def test_a_simulated_launch_sends_what_a_real_one_sends() -> None:
     simulated = SimulatedLauncher(Hill())
     config = {**DS_CONFIG, "train_micro_batch_size_per_gpu": 10}
-    simulated.start(request(Path("/nowhere"), ds_config=config, slots=2))
+    simulated.start(request(NOWHERE, ds_config=config, slots=2))
     assert simulated.free_slots == 6
     updates = updates_until_finished(simulated)
     kinds = [type(u.event) for u in updates if isinstance(u, Observed) and u.event.rank == 1]
@@ -42,9 +43,7 @@ def test_a_trial_that_differs_in_live_settings_continues_a_launch() -> None:
     for number, size in enumerate((10, 20, 10)):
         config = {**DS_CONFIG, "train_micro_batch_size_per_gpu": size}
         launch_id = f"trial-{number:04d}"
-        simulated.start(
-            replace(request(Path("/nowhere"), ds_config=config, slots=2, launch_id=launch_id), continues=True)
-        )
+        simulated.start(request(NOWHERE, ds_config=config, slots=2, launch_id=launch_id, continues=True))
         assert simulated.free_slots == 6
         updates = updates_until_finished(simulated)
         report = reports(updates)[launch_id]
@@ -55,8 +54,7 @@ def test_a_trial_that_differs_in_live_settings_continues_a_launch() -> None:
         assert (report.startup_s < 2) == (number > 0)
     assert max(luck) - min(luck) < 0.02 < abs(luck[0] - 1)
     simulated.poll(0.0)
-    again = replace(request(Path("/nowhere"), ds_config=DS_CONFIG, slots=2, launch_id="trial-0009"), continues=True)
-    simulated.start(again)
+    simulated.start(request(NOWHERE, ds_config=DS_CONFIG, slots=2, launch_id="trial-0009", continues=True))
     assert reports(updates_until_finished(simulated))["trial-0009"].root == ""
 
 
@@ -69,9 +67,7 @@ def test_another_stage_or_a_failure_ends_the_launch() -> None:
     roots, outcomes = [], []
     for number, config in enumerate(configs):
         launch_id = f"trial-{number:04d}"
-        simulated.start(
-            replace(request(Path("/nowhere"), ds_config=config, slots=2, launch_id=launch_id), continues=True)
-        )
+        simulated.start(request(NOWHERE, ds_config=config, slots=2, launch_id=launch_id, continues=True))
         report = reports(updates_until_finished(simulated))[launch_id]
         roots.append(report.root)
         outcomes.append(report.outcome)

@@ -13,6 +13,7 @@ from optuna_dsat.errors import UsageError
 from optuna_dsat.plan.families import FAMILIES, KNOWN_MODELS
 from optuna_dsat.plan.from_shape import Machine, plan_shape
 from optuna_dsat.plan.hugging_face import shape_of_config
+from optuna_dsat.plan.rows import Plan
 from optuna_dsat.plan.transformer import TransformerShape
 
 SMALL = {"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "vocab_size": 8000}
@@ -97,6 +98,13 @@ def shape(folder: Path, *, seq_length: int | None = None, share: float = 1.0) ->
     return shape_of_config(
         folder, seq_length=seq_length, dropout=False, fused_attention=True, recompute="none", trainable_share=share
     )
+
+
+def planned(model: TransformerShape) -> Plan:
+    machine = Machine(
+        gpu=find_gpu("a100-80g"), gpus_per_node=8, nodes=1, given_network_gbit_per_s=None, given_host_bytes=None
+    )
+    return plan_shape(model, machine, config=None, memory_margin=0.05)
 
 
 def write(folder: Path, **config: Any) -> Path:
@@ -280,10 +288,7 @@ def test_quantized_weights_that_are_trained_are_stated_as_not_counted(
     given = {} if section is None else {"quantization_config": section}
     result = shape(write(tmp_path, **SMALL_LLAMA, **given))
     assert result.quantized == words
-    machine = Machine(
-        gpu=find_gpu("a100-80g"), gpus_per_node=8, nodes=1, given_network_gbit_per_s=None, given_host_bytes=None
-    )
-    plan = plan_shape(result, machine, config=None, memory_margin=0.05)
+    plan = planned(result)
     about = " ".join(plan.about)
     assert ("does not count that" in about) == ("each weight takes 16 bits here" in about) == bool(words)
     assert words in about
@@ -296,10 +301,7 @@ def test_frozen_weights_are_counted_in_the_bits_that_the_config_names(
 ) -> None:
     given = {} if bits is None else {"quantization_config": {"bits": bits, "quant_method": "gptq"}}
     result = shape(write(tmp_path, **{**SMALL_LLAMA, "vocab_size": 100}, **given), share=0.01)
-    machine = Machine(
-        gpu=find_gpu("a100-80g"), gpus_per_node=8, nodes=1, given_network_gbit_per_s=None, given_host_bytes=None
-    )
-    plan = plan_shape(result, machine, config=None, memory_margin=0.05)
+    plan = planned(result)
     frozen = result.params - result.trainable_params - 2 * result.vocab * result.hidden
     saved = frozen * (1 - bits_stored / 16)
     assert plan.subject.profile.params == pytest.approx(result.params - saved, abs=1)
