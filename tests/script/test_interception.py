@@ -68,6 +68,16 @@ def test_a_shell_script_comes_to_its_first_launch(folder: Path) -> None:
     assert read(folder, "train.sh") == result
 
 
+def test_the_launches_after_the_first_are_announced(folder: Path) -> None:
+    (folder / "train.sh").write_text(
+        f"# {TORCHRUN}\necho torchrun train.py\npython prepare.py || true\n{TORCHRUN}\n"
+        "deepspeed $GPUS \\\n  train.py --lr 4\npython -m torch.distributed.launch other.py\n"
+    )
+    notices: list[str] = []
+    read(folder, "bash", "train.sh", notices=notices)
+    assert notices[-1].startswith("The shell script contains 3 launches, and only this one is tuned")
+
+
 @pytest.mark.skipif(bool(why_no_overlay(Path("/tmp"))), reason="overlays cannot be mounted here")
 def test_what_a_shell_script_clears_stays_and_what_its_launch_names_is_kept(folder: Path) -> None:
     (folder / "runs").mkdir()

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from optuna_dsat.errors import UsageError
-from optuna_dsat.runtime.files import open_regular, shortened
+from optuna_dsat.runtime.files import open_regular, read_regular, shortened
 from optuna_dsat.runtime.isolation.world import APART, World
 from optuna_dsat.runtime.user_code import parsed_source
 from optuna_dsat.script.command import interceptor
@@ -155,6 +155,18 @@ def is_of_rank(name: str) -> bool:
 def is_of_launch(name: str) -> bool:
     """Return whether a launch sets a variable for each of its ranks."""
     return name in _OF_LAUNCHES or is_of_rank(name)
+
+
+def count_launches(words: Sequence[str], *, cwd: Path, script: str) -> int:
+    """Count the launches in the shell scripts of a command, one of which launches ``script``."""
+    names_script = re.compile(rf"(?:deepspeed|torchrun|accelerate|python\S*)\s.*{re.escape(Path(script).name)}(?:\s|$)")
+    text = ""
+    for word in words:
+        with contextlib.suppress(OSError):
+            text += read_regular(cwd / word).decode(errors="replace") if word.endswith(_SHELLS) else ""
+    lines = text.replace("\\\n", " ").splitlines()
+    code = [line for line in lines if not line.strip().startswith(("#", "echo "))]
+    return sum(bool(names_script.search(line) or _LAUNCH_LINE.search(line)) for line in code)
 
 
 def starts_launcher(file: Path) -> bool:

@@ -25,6 +25,7 @@ from optuna_dsat.runtime.files import open_regular, shortened
 from optuna_dsat.runtime.user_code import parsed_source
 from optuna_dsat.script.command.interception import (
     InterceptedRank,
+    count_launches,
     intercept,
     is_of_launch,
     is_wrapper,
@@ -155,7 +156,13 @@ def _wrapped(words: Sequence[str], *, cwd: Path, python: str | None, on_notice: 
     seen = intercept(words, cwd=cwd, python=python, on_notice=on_notice)
     shown = shortened(shlex.join(without_secrets(_as_typed(seen.launch_words))), _SHOWN_CHARS)
     on_notice(f"It launches `{shown}`.")
-    return replace(of_rank(seen, cwd=cwd), is_wrapped=True)
+    result = replace(of_rank(seen, cwd=cwd), is_wrapped=True)
+    if (count := count_launches(words, cwd=cwd, script=result.script)) > 1:
+        on_notice(
+            f"The shell script contains {count} launches, and only this one is tuned. For another, put "
+            "`optuna-dsat tune` in front of its own command."
+        )
+    return result
 
 
 def of_rank(seen: InterceptedRank, *, cwd: Path) -> LaunchCommand:
