@@ -156,6 +156,8 @@ class EngineReady(Event, kind="engine_ready"):
     """Whether the runtime set accelerate's backend; without a backend, each rank would train alone."""
     precision: str = ""
     """``fp16``, ``bf16`` or ``fp32``, as reported by DeepSpeed; empty from an older runtime."""
+    bf16_argument: str = ""
+    """Argument of accelerate or Fabric that must agree with a config in bf16; empty without any."""
     counted_times: int = 1
     """Ranks that share each sample although the global batch counts it for each: those of AutoTP."""
     host_threads: int = 0

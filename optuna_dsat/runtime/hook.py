@@ -125,7 +125,8 @@ class DeepSpeedHook:
             ),
         }
         for kind in _TRAINERS:
-            watched |= kind(plan=self._plan, rank=self._rank, write=self._writer.write).callbacks()
+            hook = kind(plan=self._plan, rank=self._rank, write=self._writer.write, note_fact=facts.update)
+            watched |= hook.callbacks()
         if self._plan.measures or self._plan.batch_source:
             self._batch_sources.install()
             watched |= self._batch_sources.callbacks()

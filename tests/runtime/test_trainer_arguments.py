@@ -85,6 +85,37 @@ def test_arguments_agree_with_a_launch_in_bf16_and_else_keep_their_precision() -
         assert (arguments.bf16, arguments.fp16) == (False, True)
 
 
+@pytest.mark.parametrize("bf16", [True, False])
+def test_accelerate_and_fabric_agree_with_a_launch_in_bf16(bf16: bool) -> None:
+    class DeepSpeedPlugin:
+        def __post_init__(self) -> None:
+            pass
+
+        def set_mixed_precision(self, precision: str) -> None:
+            self.precision = precision
+
+    class DeepSpeedPrecision:
+        def __init__(self, precision: str) -> None:
+            self.precision = precision
+
+    facts: dict[str, Any] = {}
+    plan = plan_of(overlay={"bf16": {"enabled": True}} if bf16 else {})
+    accelerate, lightning = (
+        kind(plan=plan, rank=rank_of(), write=print, note_fact=facts.update)
+        for kind in (HuggingFaceHook, LightningHook)
+    )
+    accelerate.callbacks()["accelerate.utils.dataclasses"](SimpleNamespace(DeepSpeedPlugin=DeepSpeedPlugin))
+    fabric = lightning.callbacks()["lightning.fabric.plugins.precision.deepspeed"]
+    fabric(SimpleNamespace(DeepSpeedPrecision=DeepSpeedPrecision))
+    plugin = DeepSpeedPlugin()
+    plugin.set_mixed_precision("no")
+    assert (plugin.precision, facts) == ("no", {})
+    plugin.set_mixed_precision("fp16")
+    assert (plugin.precision, "Accelerator" in facts["bf16_argument"]) == ("bf16" if bf16 else "fp16", True)
+    assert DeepSpeedPrecision("32-true").precision == ("bf16-mixed" if bf16 else "32-true")
+    assert "Fabric" in facts["bf16_argument"]
+
+
 def test_other_arguments_have_their_own() -> None:
     cls = hooked(train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1)
     assert cls(**OWN)._dsat_script_values == (4, 8, False)

@@ -173,18 +173,22 @@ LOADER = BatchRule(kind="loader", own=4, file="/project/train.py", line=7)
         pytest.param({"config_differences": {"zero_optimization.stage": [1, "auto"]}}, True, id="which was open"),
         pytest.param({"config_differences": {MICRO: [4, 8]}, "batch": BatchRule(kind="held", own=8)}, True, id="held"),
         pytest.param({"config_differences": {"gradient_accumulation_steps": [4, 1]}}, False, id="code accumulates"),
+        pytest.param(
+            {"bf16_argument": "precision in Fabric", "precision": "fp16"}, False, id="code sets the precision"
+        ),
+        pytest.param({"bf16_argument": "precision in Fabric", "precision": "bf16"}, True, id="to bf16, as the best"),
     ],
 )
 def test_the_scripts_own_command_is_shown_where_it_trains_with_all_of_the_config(
     facts: dict[str, Any], own: bool
 ) -> None:
-    best = {MICRO: 8, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 2}}
+    best = {MICRO: 8, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
     profiled = profiled_of(**facts)
     command = command_to_train(spec(), best, profiled=profiled, host_threads=None, storage=STORAGE)
     ours = f"optuna-dsat train s --storage {STORAGE}"
     assert command == (f"torchrun --nproc_per_node 4 /project/train.py --deepspeed_config {BEST}" if own else ours)
     advice = profiled.advice(best)
-    needs_edits = facts.get("batch") is LOADER or "joins_ranks" in facts
+    needs_edits = facts.get("batch") is LOADER or "joins_ranks" in facts or facts.get("precision") == "fp16"
     assert advice.startswith("Without `optuna-dsat train`") == needs_edits, advice
 
 

@@ -7,7 +7,7 @@ script's other settings are unchanged.
 
 Lightning's DeepSpeed strategy, for its Trainer and for Fabric, builds the model likewise. The Trainer rejects a config
 with ``gradient_accumulation_steps``, since it has an argument for it; that argument is set to the launch's value
-instead, and its precision to a launch's bf16. Batches come from the script's loader.
+instead. Batches come from the script's loader. Lightning's and accelerate's precision is set to a launch's bf16.
 
 Measured launches do not evaluate, save, log, resume, push or report to trackers. This module imports none of these
 libraries.
@@ -35,10 +35,19 @@ class TrainerHook:
     framework: str
     """``TrainerFound.framework``."""
 
-    def __init__(self, *, plan: LaunchPlan, rank: Rank, write: Callable[[Event], None]) -> None:
+    def __init__(
+        self,
+        *,
+        plan: LaunchPlan,
+        rank: Rank,
+        write: Callable[[Event], None],
+        note_fact: Callable[..., None] = lambda **_: None,
+    ) -> None:
+        """``note_fact`` gets fields of ``EngineReady`` that are known before the engine."""
         self._plan = plan
         self._rank = rank
         self._write = write
+        self._note_fact = note_fact
         self._reported = False
 
     def callbacks(self) -> dict[str, Callable[[Any], None]]:
@@ -75,7 +84,11 @@ BF16_ENABLED, TRAINER_PRECISION = "bf16.enabled", {"bf16": True, "fp16": False}
 """Key of the DeepSpeed config that enables bf16, and the fields of ``TrainingArguments`` that agree with it."""
 
 LIGHTNING_BF16 = {"16-true": "bf16-true", "16-mixed": "bf16-mixed", "32-true": "bf16-mixed"}
-"""Precision of Lightning's Trainer, to which it converts inputs -> the precision that agrees with bf16."""
+"""Precision of Lightning, to which it converts inputs -> the precision that agrees with bf16."""
+
+_ACCELERATE_BF16 = 'mixed_precision="bf16" in the script\'s Accelerator'
+_FABRIC_BF16 = 'precision="bf16-mixed" in the script\'s Fabric'
+"""``EngineReady.bf16_argument`` of scripts without a trainer."""
 
 _PLUGIN_FIELDS = {
     "gradient_accumulation_steps": GRADIENT_ACCUMULATION,
@@ -121,8 +134,8 @@ class HuggingFaceHook(TrainerHook):
 
     framework = "transformers"
 
-    def __init__(self, *, plan: LaunchPlan, rank: Rank, write: Callable[[Event], None]) -> None:
-        super().__init__(plan=plan, rank=rank, write=write)
+    def __init__(self, *, plan: LaunchPlan, rank: Rank, write: Callable[[Event], None], **more: Any) -> None:
+        super().__init__(plan=plan, rank=rank, write=write, **more)
         self._parses_command_line = False
         self._own: tuple[int, int, bool] | None = None
         """Batch sizes set by the script, before ``TrainingArguments`` got the launch's for the first time."""
@@ -155,6 +168,13 @@ class HuggingFaceHook(TrainerHook):
 
     def _plugin_imported(self, module: Any) -> None:
         """Synchronize the fields of accelerate's plugin with its config: parts of accelerate read the fields."""
+
+        @patch(module.DeepSpeedPlugin, "set_mixed_precision")
+        def set_mixed_precision(original: Any, plugin: Any, precision: str) -> None:
+            if precision == "fp16":  # accelerate rejects a config in bf16
+                self._note_fact(bf16_argument=_ACCELERATE_BF16)
+                precision = "bf16" if is_bf16(self._plan.overlay) else precision
+            original(plugin, precision)
 
         @patch(module.DeepSpeedPlugin, "__post_init__")
         def post_init(original: Any, plugin: Any, *args: Any, **kwargs: Any) -> None:
@@ -319,11 +339,13 @@ class LightningHook(TrainerHook):
     def callbacks(self) -> dict[str, Callable[[Any], None]]:
         """Return module name -> function to call with the module once it is imported."""
         return {
+            "lightning.fabric.plugins.precision.deepspeed": self._fabric_precision_imported,
             "lightning.fabric.strategies.deepspeed": self._strategy_imported,
             "lightning.pytorch.plugins.precision.deepspeed": self._precision_imported,
             "lightning.pytorch.strategies.deepspeed": self._trainer_strategy_imported,
             "lightning.pytorch.trainer.trainer": self._trainer_imported,
             # The same code in the separate packages lightning_fabric and pytorch_lightning.
+            "lightning_fabric.plugins.precision.deepspeed": self._fabric_precision_imported,
             "lightning_fabric.strategies.deepspeed": self._strategy_imported,
             "pytorch_lightning.plugins.precision.deepspeed": self._precision_imported,
             "pytorch_lightning.strategies.deepspeed": self._trainer_strategy_imported,
@@ -339,9 +361,13 @@ class LightningHook(TrainerHook):
             if isinstance(strategy.config, Mapping):
                 strategy.config = self._laid(strategy.config, without=without)
 
-    def _precision_imported(self, module: Any) -> None:
+    def _fabric_precision_imported(self, module: Any) -> None:
+        self._precision_imported(module, argument=_FABRIC_BF16)
+
+    def _precision_imported(self, module: Any, *, argument: str = "") -> None:
         @patch(module.DeepSpeedPrecision, "__init__")
         def init(original: Any, plugin: Any, precision: Any) -> None:
+            self._note_fact(bf16_argument=argument)
             original(plugin, LIGHTNING_BF16.get(precision, precision) if is_bf16(self._plan.overlay) else precision)
 
     def _trainer_strategy_imported(self, module: Any) -> None:

@@ -299,6 +299,7 @@ def _profiled(
         starts_ranks=engine.starts_ranks,
         joins_ranks=engine.joins_ranks,
         precision=engine.precision,
+        bf16_argument=engine.bf16_argument,
         trainer=trainer,
         batch=batch,
         samples_per_rank=None if record.batch_sources is None else samples_per_rank(record.batch_sources),

@@ -13,6 +13,7 @@ from optuna_dsat.config.record import Record
 from optuna_dsat.config.search_space import SearchSpace
 from optuna_dsat.cost.memory import ModelProfile
 from optuna_dsat.runtime.agent.preload import Preload
+from optuna_dsat.runtime.overlay import is_bf16
 from optuna_dsat.script.arg_mapping import STAGE
 from optuna_dsat.script.batch_rule import BatchRule
 from optuna_dsat.script.trainer import ScriptTrainer
@@ -58,6 +59,8 @@ class Profiled(Record):
     """Whether launches give accelerate the backend without which each rank trains alone, as on the CPU."""
     precision: str = ""
     """Precision of the script's engine without a search: ``fp16``, ``bf16`` or ``fp32``; empty if unknown."""
+    bf16_argument: str = ""
+    """Argument in the code of a script without a trainer that must agree with a config in bf16; empty without any."""
     trainer: ScriptTrainer | None = None
     """The script's trainer; None if it uses none that sets batch sizes."""
     batch: BatchRule | None = None
@@ -199,6 +202,8 @@ class Profiled(Record):
         trainer = ""
         if self.trainer is not None:
             trainer = self.trainer.advice(config, settings_written=settings_written, precision=self.precision)
+        elif self.bf16_argument and is_bf16(config) and self.precision in ("fp16", "fp32"):
+            trainer = f"Set {self.bf16_argument}: it has to agree with the config."
         batch = "" if self.batch is None or settings_written else self.batch.advice(config)
         return " ".join(filter(None, (trainer, batch, _NAME_THE_BACKEND if self.joins_ranks else "")))
 
