@@ -16,6 +16,7 @@ import torch
 
 from optuna_dsat.config.knobs import KNOBS
 from optuna_dsat.runtime.measure import live
+from optuna_dsat.runtime.measure.engine import data_parallel_size
 from optuna_dsat.runtime.measure.live import SETTERS, NotLiveError, Transition, await_order, change_settings, order_next
 
 LIVE_KNOBS = {knob.name: knob.live for knob in KNOBS if knob.live}
@@ -104,7 +105,7 @@ def test_a_compiled_model_takes_no_other_size_but_an_optimizer_that_compiles_its
     class MuonWithAuxAdam:
         pass
 
-    sizes = SimpleNamespace(train_batch_size=2, train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=1)
+    sizes = SimpleNamespace(train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=1, world_size=1)
     engine = SimpleNamespace(_config=sizes, module=torch.nn.Linear(1, 1), basic_optimizer=MuonWithAuxAdam())
     dynamo = SimpleNamespace(counters={"stats": {"unique_graphs": 3}})
     monkeypatch.setitem(sys.modules, "torch._dynamo.utils", dynamo)
@@ -113,6 +114,13 @@ def test_a_compiled_model_takes_no_other_size_but_an_optimizer_that_compiles_its
     engine.basic_optimizer = object()
     with pytest.raises(NotLiveError, match="compiled for its batch size"):
         change_settings(engine, {"train_micro_batch_size_per_gpu": 8})
+
+
+def test_the_ranks_do_not_depend_on_the_accumulation_that_zenflow_sets_after_the_batch_size() -> None:
+    config = SimpleNamespace(
+        train_batch_size=2, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=4, world_size=2
+    )
+    assert data_parallel_size(config) == 2
 
 
 def test_the_latest_order_names_the_next_trial_or_none(tmp_path: Path) -> None:

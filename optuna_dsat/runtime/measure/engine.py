@@ -23,7 +23,7 @@ from optuna_dsat.runtime.measure.memory import process_limit_lifted
 
 def data_parallel_size(config: Any) -> int:
     """Return for how many ranks the global batch counts samples: ``dp_world_size`` may be None (Ulysses)."""
-    return int(config.train_batch_size // (config.train_micro_batch_size_per_gpu * config.gradient_accumulation_steps))
+    return int(config.world_size)  # not from the accumulation steps, which ZenFlow replaces afterwards
 
 
 def sequence_shards(engine: Any) -> int:
