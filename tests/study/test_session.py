@@ -184,6 +184,15 @@ def test_a_script_that_fails_at_once_ends_the_study_after_the_profile_launch(ben
     assert "no data" in caught.value.traceback_tail
 
 
+@pytest.mark.parametrize("key", ["optimizer.type", "no.key"])
+def test_a_traceback_is_shown_only_where_the_message_names_no_key_of_the_config(bench: StudyBench, key: str) -> None:
+    rejected = SimulatedResult(outcome=Outcome.INVALID_CONFIG, startup_s=1, message=f"{key} is 'Adamm'")
+    config = {**bench.spec().ds_config, "optimizer": {"type": "Adamm"}}
+    with pytest.raises(ScriptFailedError, match=f"invalid config: {key} is 'Adamm'") as caught:
+        bench.run(bench.spec(ds_config=config), Hill(override=lambda _: rejected))
+    assert bool(caught.value.traceback_tail) == (key == "no.key")
+
+
 def test_the_same_script_error_again_and_again_ends_the_study(bench: StudyBench) -> None:
     hill = ends_above(1, Outcome.SCRIPT_ERROR, "ValueError: batch")
     with pytest.raises(ScriptFailedError, match="Launch after launch"):
