@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 REDIRECT = """
-import sys
+import bz2, sys, tarfile  # as libraries that were imported before
 from pathlib import Path
 from optuna_dsat.runtime.isolation.redirection import redirect_writes
 if sys.argv[1]:
@@ -135,6 +135,7 @@ numpy.save("array.npy", numpy.ones(4)); mapped = numpy.load("array.npy", mmap_mo
 assert numpy.load("array.npy")[0] == 5
 base = sqlite3.connect("rows.sqlite"); base.execute("create table t (a)"); base.commit()
 assert os.path.exists("rows.sqlite")
+bz2.open("a.bz2", "wb").write(b"a"); tarfile.open("d/a.tar", "w").add("a.bz2")
 os.chmod("d/e/a", 0o600); assert os.getxattr("d/e/a", "user.epoch") == b"7"
 open("passed/real", "w").write("real")
 """

@@ -30,6 +30,9 @@ _LAST_LINK_STAYS = frozenset({"lstat", "readlink", "lchmod", "lchown"})
 _SQLITE_FILES = ("-journal", "-wal")
 """Suffixes of SQLite's files with changes that are not yet in the database."""
 
+_NAMES_OF_OPEN = {"bz2": "_builtin_open", "tarfile": "bltn_open"}
+"""Modules of the standard library, perhaps imported before -> the name under which they copy ``open``."""
+
 _open = io.open
 _open_code = io.open_code
 
@@ -47,6 +50,9 @@ def redirect_writes(upper: Path, *, folders: Sequence[str], passed: Sequence[str
                 functions.add(replacement)
         _replace(os, name, replacement)
     _replace(io, "open", redirection.open)
+    for module, copied in _NAMES_OF_OPEN.items():
+        if module in sys.modules:
+            setattr(sys.modules[module], copied, redirection.open)
     _replace(io, "open_code", redirection.open_code)
     shutil._use_fd_functions = False  # type: ignore[attr-defined]
     ImportWatch(
