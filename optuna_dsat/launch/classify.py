@@ -62,6 +62,9 @@ _LEAST_SHARED_BYTES = 2**25
 
 _FROM_OUTSIDE = " from outside: neither by the search nor, by its count, by the kernel for want of memory"
 
+_WORKER_KILLED = "is killed by signal: Killed"
+"""torch's error for a data loader worker that ended by SIGKILL."""
+
 _QUIET_SIGNALS = frozenset({signal.SIGABRT, signal.SIGTERM})
 """Signals that are usually the consequence of another rank's failure, not the cause."""
 
@@ -165,16 +168,20 @@ def _deaths(facts: LaunchFacts) -> dict[int, int]:
 
 
 def _killed_by_kernel(facts: LaunchFacts) -> Verdict | None:
-    killed = [rank for rank, code in _deaths(facts).items() if code == -signal.SIGKILL]
+    killed = {rank: f"rank {rank}" for rank, code in _deaths(facts).items() if code == -signal.SIGKILL} or {
+        failed.rank: f"rank {failed.rank}: a data loader worker"
+        for failed in facts.of(RankFailed)
+        if _WORKER_KILLED in failed.message
+    }
     agent = facts.agent_exit_code == -signal.SIGKILL and facts.oom_kills is not None
     if not (killed or agent) or facts.oom_kills == 0:
         return None
-    who = f"rank {killed[0]}" if killed else "torchrun"
+    who = next(iter(killed.values()), "torchrun")
     how = "the kernel's OOM killer ended it" if facts.oom_kills else "most likely by the kernel's OOM killer"
     return Verdict(
         outcome=Outcome.HOST_OUT_OF_MEMORY,
         message=f"{who}: killed (SIGKILL) for want of host memory: {how}",
-        rank=killed[0] if killed else 0,
+        rank=next(iter(killed), 0),
     )
 
 

@@ -170,7 +170,9 @@ def message_with_cause(error: BaseException) -> str:
             whole = f"{built[0]}: {reason.strip()}"
             return whole if link is error else f"{message.rstrip('.')}: {whole}"
     cause = error.__cause__
-    return f"{message.rstrip('.')}: {message_of(cause)}" if cause and "failed to build" in message else message
+    if cause and ("failed to build" in message or "exited unexpectedly" in message):  # of an operator, of a worker
+        return f"{message.rstrip('.')}: {message_of(cause).strip()}"
+    return message
 
 
 def format_traceback(error: BaseException, trace: TracebackType | None) -> str:

@@ -77,6 +77,7 @@ def facts(*ends: Event | None, events: Mapping[int, Sequence[Event]] | None = No
 
 OOM, HOST, COMM = "out_of_memory", "host_out_of_memory", "communication_error"
 INVALID, SCRIPT = "invalid_config", "script_error"
+WORKER_KILLED = "DataLoader worker (pid 7) is killed by signal: Killed. "
 
 
 @pytest.mark.parametrize(
@@ -107,6 +108,8 @@ INVALID, SCRIPT = "invalid_config", "script_error"
         (facts(None, None, stop=Verdict(outcome=Outcome.STALLED, message="still")), Outcome.STALLED),
         (facts(None, failed(1, COMM), exit_codes={0: -9}, oom_kills=1), Outcome.HOST_OUT_OF_MEMORY),
         (facts(None, None, exit_codes={0: -9}, oom_kills=None), Outcome.HOST_OUT_OF_MEMORY),
+        (facts(failed(0, SCRIPT, message=WORKER_KILLED), None, oom_kills=1), Outcome.HOST_OUT_OF_MEMORY),
+        (facts(failed(0, SCRIPT, message=WORKER_KILLED), None), Outcome.SCRIPT_ERROR),
         (facts(None, None, exit_codes={0: -9}, oom_kills=0), Outcome.KILLED),
         (facts(None, failed(1, COMM), exit_codes={0: -9}, oom_kills=0), Outcome.KILLED),
         (facts(None, None, exit_codes={0: -9, 1: -signal.SIGABRT}), Outcome.KILLED),

@@ -316,3 +316,6 @@ def test_a_failed_build_is_told_by_its_cause_and_not_by_the_compilers_command(li
     error.__cause__ = RuntimeError("Ninja is required to load C++ extensions")
     assert message_with_cause(error).endswith("build/load: Ninja is required to load C++ extensions")
     assert message_with_cause(ValueError("plain")) == "plain"
+    error = RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
+    error.__cause__ = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
+    assert message_with_cause(error).endswith("unexpectedly: DataLoader worker (pid 7) is killed by signal: Killed.")

@@ -160,7 +160,7 @@ class Profiler:
 
     def _device_name(self) -> str:
         if self._on_cpu:
-            return platform.processor() or platform.machine()
+            return platform.machine()  # platform.processor starts a process, whose end the script may handle
         import torch
 
         if torch.cuda.is_available():
