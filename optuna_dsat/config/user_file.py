@@ -222,7 +222,10 @@ def misspelt_keys(keys: Iterable[str]) -> dict[str, str]:
         section, _, rest = dotted.partition(".")
         inner = rest.partition(".")[0]
         for prefix, key, known in (("", section, _KEYS), (f"{section}.", inner, _OF_BUILT.get(section, ()))):
-            near = "" if key in known else near_key(key, known, alike=_ALIKE if not prefix else _ALIKE_IF_WRONG)
+            if key in known:
+                continue
+            longer = (name for name in known if "_" in key and name.startswith(key))  # such as gradient_clip
+            near = near_key(key, known, alike=_ALIKE if not prefix else _ALIKE_IF_WRONG) or next(longer, "")
             if near:
                 result[prefix + key] = prefix + near
     return result

@@ -146,7 +146,7 @@ def test_without_a_file_the_config_is_empty() -> None:
 
 def test_misspelt_keys_are_found_with_the_key_that_they_resemble() -> None:
     keys = ["train_micro_batch_size_per_gpu ", "zero_optimisation.stage", "gradient_acumulation_steps", "BF16.enabled"]
-    keys += ["optimizer.typ", "scheduler.parms.warmup_num_steps"]
+    keys += ["optimizer.typ", "scheduler.parms.warmup_num_steps", "gradient_clip"]
     assert misspelt_keys(keys) == {
         "train_micro_batch_size_per_gpu ": "train_micro_batch_size_per_gpu",
         "zero_optimisation": "zero_optimization",
@@ -154,6 +154,7 @@ def test_misspelt_keys_are_found_with_the_key_that_they_resemble() -> None:
         "BF16": "bf16",
         "optimizer.typ": "optimizer.type",
         "scheduler.parms": "scheduler.params",
+        "gradient_clip": "gradient_clipping",
     }
 
 

@@ -190,12 +190,13 @@ def test_a_settings_file_that_sets_a_trainers_size_is_proven(bench: StudyBench) 
     [
         (lambda options, _: 2 * options["--bs"], False, ("option", 4, (2, 1))),
         (lambda _, config: 2 * config, False, ("config", 4, (2, 1))),
+        (lambda options, config: options["--frames"] * config, False, ("config", 4, (8, 1))),
         (lambda options, _: 2 * options["--bs"], True, ("config", 4, (2, 1))),
         (lambda options, _: options["--bs"] ** 2 + 3, True, ("held", 4, (1, 1))),
         (lambda options, _: 2 * options["--bs"] + 5, False, ("held", 4, (13, 4))),
         (lambda *_: 8, True, None),
     ],
-    ids=["option", "config", "mapped", "mapped, no proportion", "no proportion", "mapped in vain"],
+    ids=["option", "config", "frames", "mapped", "mapped, no proportion", "no proportion", "mapped in vain"],
 )
 def test_rows_per_sample_are_proven_by_a_second_size(
     bench: StudyBench, fed: Any, mapped: bool,
@@ -203,11 +204,11 @@ def test_rows_per_sample_are_proven_by_a_second_size(
 ) -> None:  # fmt: skip
     class Fed(Record):
         outcome = Outcome.MEASURED
-        batch_sources: Any = BatchSourcesFound(rank=0, time=1.0, options={"--bs": 4})
+        batch_sources: Any = BatchSourcesFound(rank=0, time=1.0, options={"--bs": 4, "--frames": 8})
 
     def ran(request: LaunchRequest | None, size: int, mappings: Any) -> Any:
         words = map_arguments((), mappings, {MICRO_BATCH: size}, world_size=1)
-        given = {name: int(value) for name, value in zip(words[::2], words[1::2], strict=True)}
+        given = {"--frames": 8} | {name: int(value) for name, value in zip(words[::2], words[1::2], strict=True)}
         rows = (1, 1) if request is None else request.command.batch_source.get("rows", (1, 1))
         return Fed(-(-fed({"--bs": 4, **given}, size) * rows[1] // rows[0]))
 

@@ -78,7 +78,8 @@ def find_batch_rule(
         if guess.kind == "config" and len(fed) > 1:  # a guess that failed has shown it
             if all(Fraction(*guess.rows) * size == rows for size, rows in fed.items()):
                 return guess
-            continue
+            if set(fed.values()) == {own}:
+                continue
         proven = _is_proven(
             follow_batch(spec, replace(guess, rows=(1, 1)), ranks=ranks),  # a proof counts rows
             launch,
