@@ -278,6 +278,10 @@ def test_settings_of_accelerates_yaml_that_a_config_file_replaces_are_reported_a
     assert "zero_stage 2" in note
     assert "zero3_init_flag" not in note
     assert "ds.json counts alone" in note
+    (folder / "acc.yaml").write_text(ACCELERATE_CONFIG.replace("zero_stage", "zero_stge"))
+    assert launched("accelerate", words).notes == (
+        "accelerate ignores 'zero_stge' of its deepspeed_config; 'zero_stage' is probably meant.",
+    )
 
 
 @pytest.mark.usefixtures("folder")

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from optuna_dsat.config.user_file import near_key
 from optuna_dsat.errors import UsageError
 from optuna_dsat.runtime.files import open_regular, shortened
 from optuna_dsat.runtime.user_code import parsed_source
@@ -442,6 +443,7 @@ def _accelerate(options: Mapping[str, Any]) -> dict[str, Any]:
     ranks = options["asked"] or (options["num_processes"] if defaults is not None else None)
     machines = options["num_machines"] or 1
     config = options["deepspeed_config_file"] if options["use_deepspeed"] else None
+    fields: Mapping[str, Any] = (defaults or {}).get("deepspeed_config") or {}
     gpus = options["gpu_ids"]
     return {
         "ranks": None if not ranks else max(1, ranks // machines),
@@ -449,7 +451,7 @@ def _accelerate(options: Mapping[str, Any]) -> dict[str, Any]:
         "elsewhere": _given({"--num_machines": machines if machines > 1 else None}),
         "gpus": None if gpus in (None, "all") else _gpu_indices(str(gpus)),
         "config": config,
-        "notes": _dropped_fields(defaults.get("deepspeed_config", {}), config) if config and defaults else (),
+        "notes": (*_misspelt_fields(fields), *(_dropped_fields(fields, config) if config else ())),
     }
 
 
@@ -459,6 +461,14 @@ def _gpu_indices(text: str) -> str:
         if not part.strip().isdecimal() and not part.strip().startswith(("GPU-", "MIG-")):
             raise ValueError(f"--gpu_ids is a list of GPUs as 0,1; got {text!r}")
     return text
+
+
+def _misspelt_fields(fields: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a note on each setting in accelerate's YAML that accelerate ignores, as its name is misspelt."""
+    known = (*_OF_A_CONFIG, "zero3_init_flag", "deepspeed_config_file", "deepspeed_hostfile")
+    for name in fields:
+        if name not in known and (meant := near_key(name, known)):
+            yield f"accelerate ignores {name!r} of its deepspeed_config; {meant!r} is probably meant."
 
 
 def _dropped_fields(fields: Mapping[str, Any], config: str) -> tuple[str, ...]:
