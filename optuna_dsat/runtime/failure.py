@@ -181,13 +181,13 @@ def format_traceback(error: BaseException, trace: TracebackType | None) -> str:
 
 
 def exception_chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and the errors that led to it, as Python shows them."""
+    """Yield an error and the errors that led to it, also those that ``from None`` hides."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
         seen.add(id(link))
         yield link
-        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+        link = link.__cause__ or link.__context__
 
 
 def _memory_outcome(error: BaseException, *, on_cpu: bool, limited: bool) -> Outcome | None:
