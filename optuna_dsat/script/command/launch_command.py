@@ -158,10 +158,10 @@ def _wrapped(words: Sequence[str], *, cwd: Path, python: str | None, on_notice: 
     shown = shortened(shlex.join(without_secrets(_as_typed(seen.launch_words))), _SHOWN_CHARS)
     on_notice(f"It launches `{shown}`.")
     result = replace(of_rank(seen, cwd=cwd), is_wrapped=True)
-    if (count := count_launches(words, cwd=cwd, script=result.script)) > 1:
+    if count_launches(words, cwd=cwd, script=result.script) > 1:
         on_notice(
-            f"The shell script contains {count} launches, and only this one is tuned. For another, put "
-            "`optuna-dsat tune` in front of its own command."
+            "The shell script contains other launches, which are not tuned: for another, put `optuna-dsat tune` in front "
+            "of its own command."
         )
     return result
 
