@@ -160,8 +160,8 @@ def _wrapped(words: Sequence[str], *, cwd: Path, python: str | None, on_notice: 
     result = replace(of_rank(seen, cwd=cwd), is_wrapped=True)
     if count_launches(words, cwd=cwd, script=result.script) > 1:
         on_notice(
-            "The shell script contains other launches, which are not tuned: for another, put `optuna-dsat tune` in front "
-            "of its own command."
+            "The shell script contains other launches, which are not tuned: for another, put `optuna-dsat tune` in "
+            "front of its own command."
         )
     return result
 
