@@ -34,6 +34,7 @@ from optuna_dsat.launch.protocol import LaunchRequest
 from optuna_dsat.launch.run_directory import OutputError, RunDirectory
 from optuna_dsat.launch.warm.forking import IMPORTING, Forking
 from optuna_dsat.version import __version__
+from tests.harness import present
 from tests.harness.commands import ROOT
 from tests.harness.launches import DS_CONFIG, STUB, request
 from tests.harness.workers import ended, wait_until
@@ -116,8 +117,7 @@ def test_a_launch_that_cannot_start_is_told_and_takes_no_slot(agent: NodeAgent, 
     order = {"do": "launch", "request": wire, "environ": {}, "warm": False, "rendezvous": None}
     order["trackers"] = {"folder": str(tmp_path), "token": ""}
     assert answer(agent, order)["news"] == "failed"
-    assert agent._machine is not None
-    assert agent._machine.pool.free == 1
+    assert present(agent._machine).pool.free == 1
 
 
 @pytest.mark.torchrun
@@ -243,30 +243,25 @@ class Talk:
             [sys.executable, "-m", "optuna_dsat.launch.places.node_agent"],
             cwd=ROOT, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
         )  # fmt: skip
-        assert self.process.stdout is not None
-        os.set_blocking(self.process.stdout.fileno(), False)
+        os.set_blocking(present(self.process.stdout).fileno(), False)
         self._joiner = Joiner()
         self.news: list[Any] = []
 
     def tell(self, **order: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(order).encode() + b"\n")
+        present(self.process.stdin).write(json.dumps(order).encode() + b"\n")
 
     def hears(self, condition: Callable[[Any], bool]) -> Any:
         def heard() -> bool:
-            assert self.process.stdout is not None
-            self.news += [message for _, message in self._joiner.feed(self.process.stdout.read() or b"")]
+            self.news += [message for _, message in self._joiner.feed(present(self.process.stdout).read() or b"")]
             return any(map(condition, self.news))
 
         wait_until(heard, what="the agent says it")
         return next(filter(condition, self.news))
 
     def end(self) -> None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
+        present(self.process.stdin).close()
         self.process.wait(20)
-        self.process.stdout.close()
+        present(self.process.stdout).close()
 
 
 def test_orders_for_others_are_left_alone_and_the_end_of_the_input_ends_it(tmp_path: Path) -> None:
@@ -300,8 +295,7 @@ def test_a_head_that_reads_nothing_keeps_no_agent(tmp_path: Path) -> None:
         talk.hears(lambda news: news["news"] == "hello")
         for _ in range(100):
             talk.tell(do="x" * 1000, to=None)  # each is answered, with more than a pipe holds in all
-        assert talk.process.stdin is not None
-        talk.process.stdin.close()
+        present(talk.process.stdin).close()
         assert talk.process.wait(60) == 0
     finally:
         talk.process.kill()
@@ -357,8 +351,7 @@ def test_it_ends_with_its_input_though_the_process_that_was_started_is_killed(tm
     assert not any(map(ended, pids))
     process.kill()  # as Ray does with the children of a worker that ends
     process.wait()
-    assert process.stdin is not None
-    process.stdin.close()
+    present(process.stdin).close()
     wait_until(lambda: all(map(ended, pids)), what="all of it is gone")
 
 
@@ -366,8 +359,7 @@ def test_what_it_leaves_behind_is_killed_and_its_exit_code_is_passed_on(tmp_path
     process, pids = started(tmp_path, "ends")
     assert process.wait(60) == 7
     assert all(map(ended, pids))
-    assert process.stdin is not None
-    process.stdin.close()
+    present(process.stdin).close()
 
 
 def test_messages_of_many_nodes_are_joined_from_one_stream_cut_anywhere() -> None:

@@ -23,3 +23,15 @@ Machines and programs:
     nvml_machine: GPUs for tests: the real ``pynvml`` on a fake NVML library built from ``nvml.c``.
     terminal, browser: a pseudo-terminal with a process in it; a headless browser.
 """
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+_T = TypeVar("_T")
+
+
+def present(value: _T | None) -> _T:
+    """Return a value that must not be None."""
+    assert value is not None
+    return value

@@ -21,6 +21,7 @@ from optuna_dsat.launch.protocol import Conditions, Finished
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.agent.processes import ProcessKey
 from optuna_dsat.runtime.events import Event
+from tests.harness import present
 from tests.harness.events import engine, step_of
 from tests.harness.launches import STUB, request, updates_until_finished
 from tests.harness.nvml_machine import Machine, machine, nvml_libraries, uuid
@@ -199,14 +200,11 @@ def burner() -> Iterator[subprocess.Popen[bytes]]:
 def test_cpu_time_is_the_kernels_and_outlives_the_process(burner: subprocess.Popen[bytes]) -> None:
     cores = os.sched_getaffinity(0)
     before, key = busy_seconds(cores), ProcessKey.of(burner.pid)
-    assert before is not None
     assert key is not None
     wait_until(lambda: not key.alive, what="it has ended")
     spent, after = cpu_seconds(key), busy_seconds(cores)
-    assert spent is not None  # it was not waited for
-    assert after is not None
-    assert 0.3 <= spent < 3.0
-    assert after - before >= 0.2
+    assert 0.3 <= present(spent) < 3.0  # it was not waited for
+    assert present(after) - present(before) >= 0.2
     assert cpu_seconds(ProcessKey(key.pid, key.start_ticks - 1)) is None
 
 
@@ -273,7 +271,6 @@ def test_a_real_launch_knows_what_went_on_beside_it(machine: Machine, tmp_path: 
     assert isinstance(seen["window_s"], float)
     assert 1.0 < seen["window_s"] < 20.0  # five steps of 0.4 s, whose ends the tuner may read late
     assert seen["cores"] == len(os.sched_getaffinity(0))
-    share = report.conditions.others_share
-    assert share is not None
+    share = present(report.conditions.others_share)
     assert 0.0 <= share <= 1.05
     assert report.conditions.power_w == pytest.approx(350.0, rel=0.01)

@@ -38,6 +38,7 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.adapt.journal import SHARED_MEMORY, note, note_shared_buffer
 from optuna_dsat.runtime.agent.processes import MARK_ENV
 from optuna_dsat.runtime.process_identity import process_space
+from tests.harness import present
 from tests.harness.launches import followed, request
 from tests.harness.workers import ended, wait_until
 
@@ -99,8 +100,7 @@ def tuner(notes: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 def rank_of(tuner: subprocess.Popen[str]) -> tuple[int, list[Path]]:
     """Return the PID of a tuner's rank, and its files in shared memory: tracked and untracked."""
-    assert tuner.stdout is not None
-    pid, *shared = tuner.stdout.readline().split()
+    pid, *shared = present(tuner.stdout).readline().split()
     return int(pid), [Path(item) for item in shared]
 
 
@@ -210,9 +210,8 @@ def test_a_launch_that_is_interrupted_as_it_starts_leaves_nothing(
     started: list[subprocess.Popen[bytes]] = []
 
     def interrupted(_: LaunchRequest, prepared: PreparedLaunch, **__: Any) -> None:
-        assert prepared.directory.leavings is not None
         (tmp_path / "temporary").mkdir()
-        note(prepared.directory.leavings, str(tmp_path / "temporary"))
+        note(present(prepared.directory.leavings), str(tmp_path / "temporary"))
         started.append(subprocess.Popen(["sleep", "600"], env={**os.environ, MARK_ENV: prepared.mark}))
         raise KeyboardInterrupt
 
@@ -271,9 +270,7 @@ def test_what_a_killed_rank_leaves_is_removed(tmp_path: Path) -> None:
         text=True,
     )
     launch = followed(tmp_path, agent, mark, leavings=record)
-    assert agent.stdout is not None
-    assert agent.stdin is not None
-    with agent.stdin as go, agent.stdout as output:
+    with present(agent.stdin) as go, present(agent.stdout) as output:
         go.write("begin\n")
         go.flush()
         left = [Path(word) for word in output.readline().split()]

@@ -15,6 +15,7 @@ from optuna_dsat.launch.machine.nvml import DeviceError
 from optuna_dsat.launch.machine.owners import lock, lock_owner, lock_path, unlock
 from optuna_dsat.launch.machine.slots import only_free
 from optuna_dsat.launch.protocol import Holder
+from tests.harness import present
 from tests.harness.nvml_machine import NOT_SUPPORTED, Machine, machine, nvml_libraries, uuid
 
 __all__ = ["machine", "nvml_libraries"]
@@ -69,8 +70,7 @@ def process(name: str, folder: Path) -> Iterator[int]:
         [str(program), "-c", "print(flush=True); import time; time.sleep(60)"], stdout=subprocess.PIPE
     )
     try:
-        assert child.stdout is not None
-        child.stdout.readline()
+        present(child.stdout).readline()
         yield child.pid
     finally:
         child.kill()
@@ -219,21 +219,17 @@ def test_a_lock_names_its_owner_while_that_lives(tmp_path: Path) -> None:
     )
     child = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE)
     try:
-        assert child.stdout is not None
-        child.stdout.readline()
-        owner = lock_owner(path)
-        assert owner is not None
+        present(child.stdout).readline()
+        owner = present(lock_owner(path))
         assert owner.pid == child.pid
         assert lock(path) is None
     finally:
         child.kill()
         child.communicate()
     assert lock_owner(path) is None
-    held = lock(path)
-    assert held is not None
+    held = present(lock(path))
     path.write_text(f"{2**22 + 1}\n")  # as of an ended process that could not overwrite it
-    owner = lock_owner(path)
-    assert owner is not None
+    owner = present(lock_owner(path))
     assert owner.pid is None
     unlock([held])
     assert path.read_text() == ""

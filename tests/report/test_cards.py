@@ -22,6 +22,7 @@ from optuna_dsat.report.view import StudyView
 from optuna_dsat.report.write import rows_of
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import count_in_words, metric_in_words, times_in_words
+from tests.harness import present
 from tests.harness.landscapes import Hill
 from tests.harness.pages import Page
 from tests.harness.reports import ReportedStudyBench
@@ -38,11 +39,9 @@ def test_tokens_and_mfu_are_shown_where_they_are_known(view: StudyView) -> None:
     known = on_a_gpu(view, "NVIDIA H100 80GB HBM3")
     best, verdict = known.best, known.verdict
     assert best is not None
-    assert verdict is not None
-    rate = best.samples_per_s
-    assert rate is not None
+    rate = present(best.samples_per_s)
     best = replace(best, metrics={**best.metrics, "tokens_per_s": rate * 2048})
-    vars(known)["verdict"] = replace(verdict, result=best)
+    vars(known)["verdict"] = replace(present(verdict), result=best)
     cards = Page(render(known)).cards
     assert cards["Tokens"][0] == metric_in_words("tokens_per_s", rate * 2048)
     flops = 6e12 * rate / known.spec.slots_per_trial
@@ -61,9 +60,8 @@ def test_speed_comes_first_as_samples_whatever_is_optimised(bench: ReportedStudy
     assert answers_of(view)[-1].bars[-1].value == metric_in_words("throughput", best.samples_per_s)
     assert page.cards["Arithmetic"][0] == metric_in_words("FLOPS_per_gpu", best.metrics["FLOPS_per_gpu"])
     low, high = (view.best.interval.low, view.best.interval.high)
-    assert low is not None
     assert high is not None
-    scaled = metric_in_words("throughput", low * best.samples_per_s / view.best.value).split()[0]
+    scaled = metric_in_words("throughput", present(low) * best.samples_per_s / view.best.value).split()[0]
     assert f"{scaled} to" in page.text
     assert "samples/s in rounds" in page.text
     assert all("samples/s" in str(plot(view).layout) for plot in (figures.plot_metric, figures.plot_progress))
@@ -83,11 +81,8 @@ def test_what_a_training_saves_is_told_where_the_data_is_known(view: StudyView, 
     assert training_times(view, Training()) is None
     assert not [name for name in Page(rendered).cards if "poch" in name]
     training = Training(epochs=3, price_per_gpu_hour=2.5, dataset_size=10_000_000)
-    times = training_times(view, training)
-    assert times is not None
-    assert view.best is not None
-    rate = view.best.samples_per_s
-    assert rate is not None
+    times = present(training_times(view, training))
+    rate = present(present(view.best).samples_per_s)
     assert times.best_s == pytest.approx(30_000_000 / rate)
     assert times.saved_slot_hours == pytest.approx((times.own_s - times.best_s) * 2 / 3600)
     _, remark = Page(render(view, training=training)).cards["3 epochs"]
@@ -104,10 +99,8 @@ def test_what_a_training_takes_is_told_of_the_own_config_too_and_each_launch_by_
     confirm = replace(view.launches[-1], purpose="confirm")
     losses = replace(confirm, report=replace(confirm.report, launch_id="loss-user"))
     view = replace(view, launches=(*view.launches, confirm, losses, losses))
-    assert view.best is not None
     assert all(section.missing for section in sections_of(view)), "a figure of a single point says nothing"
-    rate = view.best.samples_per_s
-    assert rate is not None
+    rate = present(present(view.best).samples_per_s)
     training = Training(epochs=3, price_per_gpu_hour=2.5, dataset_size=10_000_000)
     cards = Page(render(view, training=training)).cards
     hours = 2 * 30_000_000 / rate / 3600
@@ -125,23 +118,19 @@ def test_commands_within_a_sentence_are_set_as_code() -> None:
 
 
 def test_why_it_is_the_best_stands_on_the_page(view: StudyView, rendered: str) -> None:
-    result = explained(view)
-    assert result is not None
+    result = present(explained(view))
     page = Page(rendered)
     assert "why" in page.ids
     assert result.contributions[0].knob in page.text
-    assert result.contributions[0].factor is not None
-    assert times_in_words(result.contributions[0].factor) in page.text
-    assert result.speed_up is not None
-    assert f"all together {times_in_words(result.speed_up)} measured" in page.text
+    assert times_in_words(present(result.contributions[0].factor)) in page.text
+    assert f"all together {times_in_words(present(result.speed_up))} measured" in page.text
     assert f"it is bound by {result.bound}" in page.text
     assert all(text in page.text for text in result.proposals)
 
 
 def test_the_step_stands_beside_the_data_sheets(view: StudyView, rendered: str) -> None:
     known = on_a_gpu(view, "NVIDIA H100 80GB HBM3")
-    gap = prediction_gap(known)
-    assert gap is not None
+    gap = present(prediction_gap(known))
     assert gap.by_data_sheet
     page = Page(render(known))
     assert gap.verdict in page.text

@@ -24,6 +24,7 @@ from optuna_dsat.study.stored import read_stored
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH
 from optuna_dsat.words import times_in_words
+from tests.harness import present
 from tests.harness.entry_points import leave
 from tests.harness.landscapes import Hill
 from tests.harness.small_model import Machine, small_planner, small_space
@@ -75,8 +76,7 @@ def shown(found: Explanation, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def value_of(trial: FrozenTrial) -> float:
-    assert trial.value is not None
-    return trial.value
+    return present(trial.value)
 
 
 def by_knob(explanation: Explanation) -> dict[str, Contribution]:
@@ -100,8 +100,7 @@ def test_what_pairs_of_launches_show_is_said_as_measured() -> None:
     assert (overlap.source, overlap.pairs, overlap.user, overlap.winner) == ("measured", 2, False, True)
     values = [value_of(trial) for trial in study.trials]
     ratios = [values[2] / values[1], values[3] / values[4]]
-    assert overlap.factor is not None
-    assert ratios[0] < overlap.factor < (ratios[0] * ratios[1]) ** 0.5, "the pair with the winner counts more"
+    assert ratios[0] < present(overlap.factor) < (ratios[0] * ratios[1]) ** 0.5, "the pair with the winner counts more"
     sizes = parts[MICRO_BATCH]  # of 4 and 8 only the runs without overlap are a pair
     assert (sizes.source, sizes.pairs) == ("measured", 1)
     assert result.contributions[0].knob == MICRO_BATCH
@@ -117,9 +116,7 @@ def test_what_was_not_measured_is_said_by_the_model_with_its_doubt() -> None:
     assert (sizes.source, sizes.pairs) == ("model", 0)
     assert sizes.factor is not None
     assert sizes.factor == pytest.approx(true, rel=0.15)
-    assert sizes.low is not None
-    assert sizes.high is not None
-    assert sizes.low < sizes.factor < sizes.high
+    assert present(sizes.low) < sizes.factor < present(sizes.high)
 
 
 def test_a_stage_brings_its_own_knobs_and_still_counts_as_one() -> None:
@@ -170,11 +167,10 @@ def test_all_factors_multiply_to_the_measured_ratio(seed: int) -> None:
             continue
         for confirmed in (None, draw.uniform(0.2, 5) * winner.value):
             result = why(study.trials, winner, confirmed=confirmed)
-            assert result.remainder is not None
             assert product(result) == pytest.approx(result.speed_up)
-            assert result.explained is not None
-            assert result.explained.factor is not None
-            assert result.explained.factor * (result.remainder.factor or 0) == pytest.approx(result.speed_up)
+            assert present(present(result.explained).factor) * (present(result.remainder).factor or 0) == pytest.approx(
+                result.speed_up
+            )
 
 
 def test_what_knobs_do_together_is_a_factor_of_its_own_and_contradicts_nothing() -> None:
@@ -185,10 +181,8 @@ def test_what_knobs_do_together_is_a_factor_of_its_own_and_contradicts_nothing()
     values = [value_of(trial) for trial in study.trials]
     true = values[2] * values[3] / (values[1] * values[0])
     assert true > 1.05
-    assert result.together is not None
-    assert result.together.factor == pytest.approx(true, rel=0.05)
-    assert result.remainder is not None
-    assert result.remainder.factor == pytest.approx(1, rel=0.05)
+    assert present(result.together).factor == pytest.approx(true, rel=0.05)
+    assert present(result.remainder).factor == pytest.approx(1, rel=0.05)
     assert not result.contradicted
 
 
@@ -197,8 +191,7 @@ def test_a_ratio_that_its_factors_contradict_is_not_claimed(capsys: pytest.Captu
     own, winner = study.trials[0], study.trials[2]
     honest = why(study.trials, winner)
     assert not honest.contradicted
-    assert honest.speed_up is not None
-    assert f"{times_in_words(honest.speed_up)}x as fast" in shown(honest, capsys)
+    assert f"{times_in_words(present(honest.speed_up))}x as fast" in shown(honest, capsys)
     slow = 0.4 * value_of(own)  # the machine had become busy when the user's config was confirmed
     value = 0.98 * value_of(winner)
     ratio = Interval(value=value / slow, low=0.99 * value / slow, high=1.01 * value / slow, rounds=3)
@@ -211,11 +204,9 @@ def test_a_ratio_that_its_factors_contradict_is_not_claimed(capsys: pytest.Captu
     assert result.to_json()["contradicted"] is True
     text = shown(result, capsys)
     assert result.speed_up is not None
-    assert result.remainder is not None
-    assert result.remainder.factor is not None
     assert "x as fast" not in text
     assert f"a ratio of {times_in_words(result.speed_up)}, but what differs" in text
-    assert times_in_words(result.remainder.factor) in text
+    assert times_in_words(present(present(result.remainder).factor)) in text
     assert times_in_words(result.speed_up) in text.split("all together")[1].splitlines()[0]
 
 
@@ -240,8 +231,7 @@ def test_a_users_config_outside_the_searched_space_contradicts_nothing(capsys: p
     own.params, own.distributions = {}, {}
     result = why([own, winner], winner)
     assert (result.contributions, result.remainder, result.contradicted) == ((), None, False)
-    assert result.speed_up is not None
-    assert f"{times_in_words(result.speed_up)}x as fast" in shown(result, capsys)
+    assert f"{times_in_words(present(result.speed_up))}x as fast" in shown(result, capsys)
 
 
 def test_without_the_users_config_there_is_no_comparison() -> None:
@@ -300,9 +290,7 @@ def pairs_of(rng: random.Random, noise: float, *, rounds: int) -> Pairs:
 
 
 def effect_of(pairs: Pairs, name: str) -> Effect:
-    result = pairs.effect(WINNER, {**WINNER, name: OTHER[name]})
-    assert result is not None
-    return result
+    return present(pairs.effect(WINNER, {**WINNER, name: OTHER[name]}))
 
 
 @pytest.mark.parametrize("noise", [0.01, 0.05, 0.15])

@@ -28,6 +28,7 @@ from optuna_dsat.study.progress import SearchStarted
 from optuna_dsat.study.result import StudyResult
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import metric_in_words
+from tests.harness import present
 from tests.harness.entry_points import leave
 from tests.harness.landscapes import Hill
 from tests.harness.reports import ReportedStudyBench
@@ -130,8 +131,7 @@ def of_report(view: StudyView) -> Iterator[tuple[str, Shown]]:
     (star,) = [trace for trace in metric.data if trace.name.startswith(figures.BEST)]
     (cross,) = [trace for trace in metric.data if trace.name.startswith(figures.USER)]
     yield "plot_metric", Shown(number, star.y[0], result.speed_up)
-    assert verdict.baseline is not None
-    assert cross.y[0] == pytest.approx(verdict.baseline.value)
+    assert cross.y[0] == pytest.approx(present(verdict.baseline).value)
     if confirmed:
         (points,) = [item for item in figures.plot_finalists(view).data if item.name.startswith("confirmed")]
         (at,) = [place for place, symbol in enumerate(points.marker.symbol) if symbol == "star"]
@@ -157,10 +157,8 @@ def of_dashboard(bench: ReportedStudyBench, view: StudyView) -> Iterator[tuple[s
 def agree(bench: ReportedStudyBench, capsys: pytest.CaptureFixture[str], *, result: StudyResult | None) -> Verdict:
     """Read every view of the study, compare them with the verdict, and return it; ``result`` once it is concluded."""
     view = bench.view()
-    verdict = view.verdict
-    assert verdict is not None
-    assert verdict.speed_up is not None
-    expected = Shown(verdict.result.number, verdict.result.value, verdict.speed_up.value)
+    verdict = present(view.verdict)
+    expected = Shown(verdict.result.number, verdict.result.value, present(verdict.speed_up).value)
     matches = dict([*of_commands(bench, capsys), *of_report(view)])
     if result is not None:
         matches["Python"] = Shown(result.trial, result.value, result.speed_up)
@@ -256,8 +254,7 @@ def test_a_resumed_study_begins_with_what_was_confirmed_and_ends_with_what_is(
 ) -> None:
     model = Changing(lucky=2)
     first = bench.run(bench.spec(max_trials=4, confirm=2), model, noise=0.01)
-    before = bench.view().verdict
-    assert before is not None
+    before = present(bench.view().verdict)
     assert before.result.number == first.trial
     assert before.result.value == pytest.approx(first.value)
     bench.news.clear()
@@ -266,9 +263,8 @@ def test_a_resumed_study_begins_with_what_was_confirmed_and_ends_with_what_is(
     (started,) = [event for event in bench.news if isinstance(event, SearchStarted)]
     assert started.confirmed is not None
     assert (started.confirmed.number, started.confirmed.speed.value) == (before.result.number, before.result.value)
-    assert started.best is not None
     lines = lines_of(started)
-    assert lines[1].startswith(f"Best in the search so far: trial {started.best.number}, ")
+    assert lines[1].startswith(f"Best in the search so far: trial {present(started.best).number}, ")
     assert lines[2].startswith(f"Confirmed so far: trial {before.result.number}, ")
     assert agree(bench, capsys, result=None).result.number == before.result.number, "until rounds say otherwise"
     result = bench.run(spec, model, noise=0.01)
@@ -280,8 +276,7 @@ def test_what_deepspeed_does_not_tell_apart_is_no_difference_from_the_users_conf
     idle = {"allgather_partitions": True, "allgather_bucket_size": 50_000_000, "contiguous_gradients": True}
     config = {**USER_CONFIG, "zero_optimization": {"stage": 2, "overlap_comm": True, **idle}}
     bench.run(bench.spec(ds_config=config, zero_stages=(1,), max_trials=4, confirm=0), Hill())
-    result = bench.view().result
-    assert result is not None
+    result = present(bench.view().result)
     assert not result.verdict.is_baseline
     changed = {change.key.rpartition(".")[2] for change in result.changes}
     assert "stage" in changed

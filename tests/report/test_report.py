@@ -20,6 +20,7 @@ from optuna_dsat.report.page import figure_section, render, sections_of
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import times_in_words
+from tests.harness import present
 from tests.harness.entry_points import leave
 from tests.harness.landscapes import Hill
 from tests.harness.pages import Page
@@ -60,12 +61,10 @@ def test_a_report_holds_everything_and_loads_nothing(view: StudyView, rendered: 
     assert other.startswith("data:application/json;base64,")
     assert "default-src 'none'" in text
     assert len(text.encode()) <= 1_600_000
-    winner = view.result
-    assert winner is not None
+    winner = present(view.result)
     assert json.dumps(winner.config, indent=2) in "".join(page.words)
     assert "<del>  &#34;train_micro_batch_size_per_gpu&#34;: 2,\n</del>" in text
-    assert winner.speed_up is not None
-    assert f"{times_in_words(winner.speed_up)}x as fast as your config" in page.text
+    assert f"{times_in_words(present(winner.speed_up))}x as fast as your config" in page.text
     assert "16 of 16" in page.text
     assert not missing(view)
     for outcome in {t.user_attrs[attributes.OUTCOME] for t in view.launched}:
@@ -92,16 +91,14 @@ def test_a_page_of_hundreds_of_trials_stays_small(view: StudyView) -> None:
 def test_hover_texts_are_stored_by_their_lines_and_lose_nothing(view: StudyView) -> None:
     drawn = figures.plot_metric(view)
     texts = [text for trace in drawn.data for text in (trace.hovertext if trace.hovertext is not None else ())]
-    stored = figure_section(id="f", heading="", lead="", figure=drawn).figure
-    assert stored is not None
+    stored = present(figure_section(id="f", heading="", lead="", figure=drawn).figure)
     kept = [text for trace in stored["data"] for text in trace.get("hovertext", ())]
     assert ["<br>".join(stored["lines"][line] for line in text) for text in kept] == texts
     assert len(set(stored["lines"])) == len(stored["lines"])
 
 
 def test_a_finalist_that_could_not_be_confirmed_is_told_and_does_not_win(view: StudyView) -> None:
-    assert view.baseline is not None
-    own = view.baseline.trial.number
+    own = present(view.baseline).trial.number
     ends: dict[str, Any] = {
         "value": None,
         "low": None,

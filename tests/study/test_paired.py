@@ -10,6 +10,7 @@ import pytest
 
 from optuna_dsat.metrics import Interval
 from optuna_dsat.study.confirm.rounds import Noise, is_precise, mean_in_rounds, paired_ratio, pooled_noise
+from tests.harness import present
 
 
 def noisy_rounds(rng: random.Random, *, rounds: int, noise: float, ratio: float, drift: float = 0.0) -> tuple[
@@ -55,15 +56,13 @@ def test_the_interval_still_covers_it_where_rounds_end_once_it_is_narrow(noise: 
 
 
 def test_of_a_metric_to_minimise_less_is_better() -> None:
-    ratio = paired_ratio({1: 5.0, 2: 5.0}, {1: 10.0, 2: 10.0}, maximize=False)
-    assert ratio is not None
+    ratio = present(paired_ratio({1: 5.0, 2: 5.0}, {1: 10.0, 2: 10.0}, maximize=False))
     assert (ratio.value, ratio.low, ratio.high, ratio.rounds) == (2.0, 2.0, 2.0, 2)
     assert ratio.surely_above_1
 
 
 def test_only_rounds_that_measured_both_are_paired() -> None:
-    ratio = paired_ratio({1: 20.0, 3: 90.0}, {1: 10.0, 2: 11.0}, maximize=True)
-    assert ratio is not None
+    ratio = present(paired_ratio({1: 20.0, 3: 90.0}, {1: 10.0, 2: 11.0}, maximize=True))
     assert (ratio.value, ratio.low, ratio.high, ratio.rounds) == (2.0, None, None, 1)
     assert not ratio.surely_above_1
     assert ratio.half_width == math.inf
@@ -73,8 +72,7 @@ def test_only_rounds_that_measured_both_are_paired() -> None:
 def test_the_interval_is_students_on_logarithms() -> None:
     logs = [0.10, 0.12, 0.17]
     own = {item: math.exp(log) for item, log in enumerate(logs)}
-    ratio = paired_ratio(own, dict.fromkeys(own, 1.0), maximize=True)
-    assert ratio is not None
+    ratio = present(paired_ratio(own, dict.fromkeys(own, 1.0), maximize=True))
     half = 4.303 * statistics.stdev(logs) / math.sqrt(3)
     assert ratio.low == pytest.approx(math.exp(0.13 - half))
     assert ratio.half_width == pytest.approx(half)
@@ -87,8 +85,7 @@ def test_noise_is_what_launches_differ_by_and_not_what_the_machine_drifts_by() -
     values = {
         number: {item: level * math.exp(rng.gauss(0, 0.03)) for item, level in shared.items()} for number in range(3)
     }
-    noise = pooled_noise(values, reference=0)
-    assert noise is not None
+    noise = present(pooled_noise(values, reference=0))
     assert noise.relative_sd == pytest.approx(0.03, rel=0.1)
     assert (noise.launches, noise.degrees) == (600, 398)
 

@@ -22,6 +22,7 @@ from optuna_dsat.study.confirm.verdict import VerdictKind
 from optuna_dsat.study.search.methods import Method
 from optuna_dsat.study.stored import read_stored
 from optuna_dsat.trials import attributes
+from tests.harness import present
 from tests.harness.landscapes import Hill
 from tests.harness.simulated import SimulatedLauncher, SimulatedResult
 from tests.harness.studies import USER_CONFIG, StudyBench
@@ -98,11 +99,9 @@ def test_finalists_and_the_users_config_run_in_rounds_in_orders_drawn_anew(bench
     assert 0 in chosen
     assert len({tuple(item for round_number, item in turns if round_number == number) for number in (1, 2, 3)}) > 1
     assert result.verdict.kind is VerdictKind.WINNER
-    assert result.speed_up_low is not None
-    assert result.speed_up is not None
-    assert result.speed_up_low > 1
+    assert present(result.speed_up_low) > 1
     written = json.loads(Path(result.metrics_path).read_text())
-    assert written["verdict"]["speed_up"]["value"] == result.speed_up
+    assert written["verdict"]["speed_up"]["value"] == present(result.speed_up)
     assert read_stored(bench.store, "s").verdict == result.verdict, "one definition"
 
 
@@ -112,8 +111,7 @@ def test_a_killed_tuner_goes_on_with_the_round_that_was_begun(bench: StudyBench)
     bench.run(whole, Hill())
     expected = [(launch.round, launch.number) for launch in Rounds.of(bench.study("whole").user_attrs).launches]
     session = bench.session(bench.spec(), Interrupting(Hill()))
-    partial = session.run()
-    assert partial is not None
+    partial = present(session.run())
     assert session.interrupted
     assert partial.verdict.rounds <= 2
     assert turns_of(bench) == expected[:4]
@@ -226,8 +224,7 @@ def test_a_kept_global_batch_is_compared_with_the_users_config_at_it(bench: Stud
     result = bench.run(bench.spec(train_batch_size=96, max_trials=12), Hill())
     own = bench.study().trials[0].user_attrs[attributes.CONFIG]
     assert (own["train_micro_batch_size_per_gpu"], own["gradient_accumulation_steps"]) == (2, 24)
-    assert result.verdict.at_user_batch is not None
-    assert result.verdict.at_user_batch.train_batch_size == result.verdict.result.train_batch_size == 96
+    assert present(result.verdict.at_user_batch).train_batch_size == result.verdict.result.train_batch_size == 96
 
 
 def test_the_users_own_global_batch_may_be_kept(bench: StudyBench) -> None:

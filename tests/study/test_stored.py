@@ -30,6 +30,7 @@ from optuna_dsat.study.spec import ScriptSpec
 from optuna_dsat.study.stored import read_stored
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import metric_in_words
+from tests.harness import present
 from tests.harness.entry_points import leave
 from tests.harness.landscapes import Hill
 from tests.harness.simulated import SimulatedProfile, SimulatedResult
@@ -45,8 +46,7 @@ def run_with_trainer(bench: StudyBench, trainer: ScriptTrainer = LIGHTNING, **ch
     bench.run(bench.spec(**{**changes, "name": "first", "max_trials": 1, "confirm": 0}), Hill())
     first = read_stored(bench.store, "first")
     fingerprint = str(first.attributes[attributes.FINGERPRINT])
-    assert first.profiled is not None
-    profiled = replace(first.profiled, trainer=trainer)
+    profiled = replace(present(first.profiled), trainer=trainer)
     bench.store.save_profile(fingerprint, profiled.to_json(), study_uuid=first.record.uuid)
     return bench.run(bench.spec(**{"max_trials": 4, "confirm": 0, **changes}), Hill())
 
@@ -65,7 +65,6 @@ def test_lengths_of_a_schedule_that_the_trainer_has_to_compute_are_reported_as_c
 def test_report_and_note_advise_what_the_result_does(bench: StudyBench) -> None:
     bench.run(bench.spec(name="first", max_trials=1, confirm=0), Hill())
     first = read_stored(bench.store, "first")
-    assert first.profiled is not None
     settings = bench.folder / "run.yaml"
     settings.write_text("batch: 2\n")
     rules = {
@@ -73,20 +72,18 @@ def test_report_and_note_advise_what_the_result_does(bench: StudyBench) -> None:
         "setting": BatchRule(kind="setting", own=2, file=str(settings), key="batch"),
     }
     for name, rule in rules.items():
-        profiled = replace(first.profiled, batch=rule)
+        profiled = replace(present(first.profiled), batch=rule)
         fingerprint = str(first.attributes[attributes.FINGERPRINT])
         bench.store.save_profile(fingerprint, profiled.to_json(), study_uuid=first.record.uuid)
         result = bench.run(bench.spec(name=name, max_trials=4, confirm=0), Hill())
         assert result.advice
         view = read_view(bench.store, name)
-        assert view.result is not None
-        assert result.advice == view.result.advice
+        assert result.advice == present(view.result).advice
         assert result.advice in re.sub("</?code>", "`", html.unescape(render(view)))
         assert literal(result.advice) in study_note(view)
         spec = view.spec
         copied = replace(view, spec=spec.model_copy(update={"script": _named(spec.script, settings)}))
-        assert copied.result is not None
-        assert (result.advice == copied.result.advice) is (name == "loader"), "a copy of the file says it"
+        assert (result.advice == present(copied.result).advice) is (name == "loader"), "a copy of the file says it"
 
 
 def _named(script: ScriptSpec, settings: Path) -> ScriptSpec:
@@ -118,9 +115,10 @@ def test_all_who_look_at_a_study_see_the_space_that_it_searched(
     monkeypatch.setattr("optuna_dsat.study.search.methods.make_planner", noted)
     study = read_stored(bench.store, "s")
     explain_study(study)
-    assert study.profiled is not None
     other = bench.spec(name="other", method="guided", options={"warm_start": "s"})
-    warm_start.gather(bench.store, other, study.profiled, fingerprint=str(study.attributes[attributes.FINGERPRINT]))
+    warm_start.gather(
+        bench.store, other, present(study.profiled), fingerprint=str(study.attributes[attributes.FINGERPRINT])
+    )
     assert len(seen) == 2
     for space in (*seen, study.space, read_view(bench.store, "s").space):
         assert space.gradient_accumulation_steps == 4, "what the script's trainer accumulates"
@@ -153,16 +151,14 @@ def test_a_confirmed_winner_is_not_compared_with_a_user_config_that_could_not_be
     assert result.value == study.best.value
     assert result.speed_up == pytest.approx(searched)
     assert result.user_value == study.baseline.searched_value
-    assert study.best.speed_up is not None
-    assert study.best.speed_up.value == explained.speed_up == result.speed_up
+    assert present(study.best.speed_up).value == explained.speed_up == result.speed_up
     assert not result.speed_up_confirmed
     capsys.readouterr()
     show_result(result, as_json=False)
     assert "Your config could not be measured again; compared with its " in capsys.readouterr().out
     again = bench.run(bench.spec(name="whole", max_trials=6, confirm=2), Hill(), noise=0.1)
     assert again.speed_up_confirmed
-    assert again.user_value is not None
-    assert again.speed_up == pytest.approx(again.value / again.user_value)
+    assert again.speed_up == pytest.approx(again.value / present(again.user_value))
 
 
 class UncountedFlops(Hill):

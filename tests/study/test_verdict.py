@@ -23,6 +23,7 @@ from optuna_dsat.study.confirm.verdict import Verdict, VerdictKind, verdict_of
 from optuna_dsat.study.confirm.words import verdict_in_words
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.trials import attributes
+from tests.harness import present
 from tests.harness.studies import spec_of
 
 OWN = 0
@@ -75,8 +76,7 @@ def finalists(trials: Sequence[FrozenTrial], estimate: JointEstimate, **asked: A
 
 
 def judged(trials: Sequence[FrozenTrial], rounds: Rounds, *, tie: float = 0.01, maximize: bool = True) -> Verdict:
-    result = verdict_of(trials, rounds, spec(tie=tie, metric="throughput" if maximize else "latency"))
-    assert result is not None
+    result = present(verdict_of(trials, rounds, spec(tie=tie, metric="throughput" if maximize else "latency")))
     assert json.dumps(result.to_json())
     return result
 
@@ -92,18 +92,15 @@ def test_what_is_surely_faster_is_handed_over_with_its_paired_ratio() -> None:
     result = judged(TRIALS[:2], rounds_of({OWN: [10.0, 8.0, 9.0], 1: [15.0, 12.1, 13.4]}))
     assert (result.kind, result.result.number, result.best.number) == (VerdictKind.WINNER, 1, 1)
     assert result.speed_up is not None
-    assert result.baseline is not None
-    assert result.speed_up.value == pytest.approx(result.result.value / result.baseline.value)
-    assert result.speed_up.low is not None
-    assert 1.45 < result.speed_up.low < 1.5 < (result.speed_up.high or 0.0) < 1.55
+    assert result.speed_up.value == pytest.approx(result.result.value / present(result.baseline).value)
+    assert 1.45 < present(result.speed_up.low) < 1.5 < (result.speed_up.high or 0.0) < 1.55
 
 
 def test_a_best_that_is_not_surely_faster_is_not_handed_over() -> None:
     """It was: 'the best is 0.970 times as good' with the config of that best written out."""
     result = judged(TRIALS[:2], rounds_of({OWN: [10.0, 10.0, 10.0], 1: [9.7, 9.71, 9.69]}))
     assert (result.kind, result.result.number, result.best.number) == (VerdictKind.BASELINE_IS_BEST, OWN, OWN)
-    assert result.speed_up is not None
-    assert result.speed_up.value == 1.0
+    assert present(result.speed_up).value == 1.0
     text = verdict_in_words(result, metric="throughput")[0]
     assert text.startswith(
         "Nothing was confirmed to be faster than your config: 10 samples/s. The best other, trial 1 with a "
@@ -115,10 +112,8 @@ def test_where_the_best_is_not_sure_one_that_surely_is_better_is_handed_over() -
     values = {OWN: [10.0, 10.0, 10.0], 1: [28.0, 11.0, 26.0], 2: [14.0, 14.2, 13.9]}
     result = judged(TRIALS, rounds_of(values))
     assert (result.kind, result.result.number, result.best.number) == (VerdictKind.WINNER, 2, 1)
-    assert result.best.speed_up is not None
-    assert not result.best.speed_up.surely_above_1
-    assert result.speed_up is not None
-    assert result.speed_up.surely_above_1
+    assert not present(result.best.speed_up).surely_above_1
+    assert present(result.speed_up).surely_above_1
     assert result.ties == (), "trial 1 was not a candidate"
     assert [item.number for item in result.undecided] == [1]
     words = " ".join(verdict_in_words(result, metric="throughput"))
@@ -128,8 +123,7 @@ def test_where_the_best_is_not_sure_one_that_surely_is_better_is_handed_over() -
 def test_without_a_confirmation_the_best_measurement_is_the_result_be_it_the_users_own() -> None:
     result = judged((trial(OWN, 6.101), trial(1, 5.892)), Rounds())
     assert (result.kind, result.result.number, result.best.number) == (VerdictKind.UNCONFIRMED, OWN, OWN)
-    assert result.baseline is not None
-    assert result.result.value == result.baseline.value == 6.101
+    assert result.result.value == present(result.baseline).value == 6.101
     better = judged((trial(OWN, 6.101), trial(1, 7.0)), Rounds())
     assert (better.result.number, better.result.interval.low) == (1, None)
     assert better.speed_up is not None
@@ -165,8 +159,7 @@ def test_without_the_users_config_the_best_of_the_rounds_is_the_result() -> None
     failed = rounds_of({1: [16.0, 16.1, 15.9]}).with_launch(launch(OWN, 1, None))
     result = judged(TRIALS, failed)
     assert result.kind is VerdictKind.NO_BASELINE
-    assert result.speed_up is not None
-    assert result.speed_up.rounds == 0
+    assert present(result.speed_up).rounds == 0
 
 
 def test_of_equals_the_smallest_global_batch_wins_and_the_tie_is_named() -> None:
@@ -227,8 +220,7 @@ def test_what_the_rounds_do_not_distinguish_from_the_result_is_reported_with_the
     [other] = result.undecided
     assert (other.number, other.train_batch_size, other.best) == (2, 8, 1)
     assert other.below == pytest.approx(1 - (130 * 145 * 160 / (150 * 151 * 152)) ** (1 / 3))
-    assert result.noise is not None
-    assert other.allowed == pytest.approx(result.noise.relative_sd * math.sqrt(2 / 3))
+    assert other.allowed == pytest.approx(present(result.noise).relative_sd * math.sqrt(2 / 3))
     assert 0.01 < other.allowed < other.below
     [line] = [line for line in verdict_in_words(result, metric="throughput") if "Not distinguished" in line]
     assert f"trial 2 ({other.below:.1%} below trial 1, and up to {other.allowed:.1%} is equal)" in line
@@ -246,8 +238,7 @@ def test_the_result_has_the_smallest_batch_of_all_that_is_reported_as_equal(seed
     assert all(batches[result.result.number] < batches[number] for number in result.ties)
     assert not set(result.ties) & {item.number for item in result.undecided}
     for other in result.undecided:
-        ratio = result.measured[other.number].speed_up
-        assert ratio is not None
+        ratio = present(result.measured[other.number].speed_up)
         assert other.below > other.allowed or not ratio.surely_above_1
 
 
@@ -270,8 +261,7 @@ def test_two_speed_ups_compare_the_same_batch_and_the_winners() -> None:
     result = judged(trials, rounds_of(values))
     assert result.at_user_batch is not None
     assert (result.at_user_batch.number, result.at_user_batch.train_batch_size) == (2, 4)
-    assert result.at_user_batch.speed_up is not None
-    assert result.at_user_batch.speed_up.value == pytest.approx(1.2, rel=0.01)
+    assert present(result.at_user_batch.speed_up).value == pytest.approx(1.2, rel=0.01)
     assert (result.result.number, result.result.train_batch_size) == (1, 16)
     first, second, *_ = verdict_in_words(result, metric="throughput")
     assert first.startswith("At your global batch of 4 samples: trial 2 is 1.20x as fast as your config (95% CI ")
@@ -285,27 +275,24 @@ def test_noise_comes_from_the_rounds_and_a_machine_that_became_busy_is_told() ->
     busy = rounds_of({OWN: [11.5, 4.17, 4.2], 1: [17.0, 6.3, 6.4]})
     assert judged(trials, calm).warnings == ()
     result = judged(trials, busy)
-    assert result.speed_up is not None
-    assert result.speed_up.surely_above_1, "what slows a whole round does not blur the pairs"
+    assert present(result.speed_up).surely_above_1, "what slows a whole round does not blur the pairs"
     drift, since = result.warnings[:2]
     assert drift.startswith("The machine changed while it was measured: in round 1 your config was 96% above")
     assert since.startswith("Your config measured 49% below its value in the search over 3 rounds")
-    assert result.noise is not None
-    assert f"the noise of the rounds is {result.noise.relative_sd:.1%}" in drift
+    assert f"the noise of the rounds is {present(result.noise).relative_sd:.1%}" in drift
 
 
 def test_noise_is_one_number_for_the_rounds_and_one_for_the_search_each_with_its_origin() -> None:
     """It was '1.5% on this machine today' beside 'your config measured 18% above its value in the search'."""
     trials = (trial(OWN, 10.0), trial(1, 16.0, micro_batch=8))
     result = judged(trials, rounds_of({OWN: [11.8, 11.9, 11.7], 1: [16.0, 16.4, 16.1]}))
-    assert result.noise is not None
     assert result.search_noise is not None
     off = [math.log(11.8 * 11.9 * 11.7 / 10.0**3) / 3, math.log(16.0 * 16.4 * 16.1 / 16.0**3) / 3]
     assert result.search_noise.relative_sd == pytest.approx(math.sqrt((off[0] ** 2 + off[1] ** 2) / 2))
     [line] = [word for word in verdict_in_words(result, metric="throughput") if word.startswith("Noise")]
     assert line == (
-        f"Noise of the rounds: {result.noise.relative_sd:.1%}, the standard deviation of 6 launches within their "
-        f"rounds. Noise of the search: {result.search_noise.relative_sd:.1%}, by which the search's values of "
+        f"Noise of the rounds: {present(result.noise).relative_sd:.1%}, the standard deviation of 6 launches within "
+        f"their rounds. Noise of the search: {result.search_noise.relative_sd:.1%}, by which the search's values of "
         "2 configurations differ from the rounds."
     )
     assert judged(trials, Rounds()).search_noise is None
@@ -373,8 +360,7 @@ def test_rounds_end_once_the_speed_up_is_known_and_a_clearly_worse_one_leaves() 
     assert next_in_rounds(precise, TRIALS, spec=spec(), allowed_s=1e9) is None
     vague = rounds_of({OWN: [10.0, 10.5, 9.5], 1: [16.0, 15.0, 17.0], 2: [8.0, 8.1, 8.2]})
     assert staying(vague, TRIALS, spec=spec()) == [OWN, 1]
-    turn = next_in_rounds(vague, TRIALS, spec=spec(), allowed_s=1e9)
-    assert turn is not None
+    turn = present(next_in_rounds(vague, TRIALS, spec=spec(), allowed_s=1e9))
     assert turn[0] == 4
 
 
