@@ -17,6 +17,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.store import Store
+from optuna_dsat.study.stored import record_of
 from optuna_dsat.trials import attributes
 from tests.harness.forks import ForkedProcess
 from tests.harness.worker import STUDY, Launched, Options, launches_file
@@ -38,31 +39,40 @@ def ended(pid: int) -> bool:
         return True
 
 
-class WorkerProcess:
-    """A worker over a simulated landscape, in a separate process."""
+class WaitingProcess:
+    """A module in a separate process, which says when it is ready and goes on when told to."""
 
-    def __init__(self, options: Options) -> None:
-        self.process = ForkedProcess("tests.harness.worker", json.dumps(asdict(options)))
+    def __init__(self, module: str, *arguments: str) -> None:
+        self.process = ForkedProcess(module, *arguments)
 
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    def wait_ready(self) -> None:
-        if self.process.stdout.readline() != "ready\n":
-            pytest.fail(self.process.communicate()[1])
+    def wait_ready(self) -> str:
+        line = self.process.stdout.readline()
+        assert line.startswith("ready"), self.process.communicate()[1]
+        return line.strip()
 
     def go(self) -> None:
         self.process.stdin.write("go\n")
         self.process.stdin.flush()
 
-    def finish(self, timeout_s: float = 180.0) -> None:
-        _, errors = self.process.communicate(timeout=timeout_s)
+    def finish(self, timeout_s: float = 180.0) -> str:
+        output, errors = self.process.communicate(timeout=timeout_s)
         assert self.process.returncode == 0, errors
+        return output
 
     def kill(self) -> None:
         self.process.kill()
         self.process.communicate()
+
+
+class WorkerProcess(WaitingProcess):
+    """A worker over a simulated landscape."""
+
+    def __init__(self, options: Options) -> None:
+        super().__init__("tests.harness.worker", json.dumps(asdict(options)))
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +89,7 @@ class StoredStudy:
     def read(cls, url: str, name: str = STUDY) -> StoredStudy:
         with Store.open(url) as store:
             trials = optuna.load_study(study_name=name, storage=store.storage).get_trials(deepcopy=False)
-            record = store.find_study(name)
-            assert record is not None
+            record = record_of(store, name)
             launches = store.launches(record.uuid)
         done = [
             t

@@ -8,7 +8,7 @@ import optuna
 import pytest
 
 from optuna_dsat.store import Store
-from tests.harness.forks import ForkedProcess
+from tests.harness.workers import WaitingProcess
 
 
 @pytest.fixture
@@ -25,29 +25,14 @@ def _quiet_optuna() -> Iterator[None]:
     optuna.logging.set_verbosity(before)
 
 
-class Actor:
+class Actor(WaitingProcess):
     """A worker in a separate process; its result is the last line it prints."""
 
     def __init__(self, *arguments: str) -> None:
-        self.process = ForkedProcess("tests.store.actor", *arguments)
+        super().__init__("tests.store.actor", *arguments)
 
-    def wait_ready(self) -> str:
-        line = self.process.stdout.readline()
-        assert line.startswith("ready"), self.process.communicate()[1]
-        return line.strip()
-
-    def go(self) -> None:
-        self.process.stdin.write("go\n")
-        self.process.stdin.flush()
-
-    def answer(self, timeout_s: float = 120.0) -> str:
-        output, errors = self.process.communicate(timeout=timeout_s)
-        assert self.process.returncode == 0, errors
-        return output.strip().splitlines()[-1]
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.communicate()
+    def answer(self) -> str:
+        return self.finish().strip().splitlines()[-1]
 
 
 @pytest.fixture
@@ -60,4 +45,4 @@ def actor(forks: None) -> Iterator[Callable[..., Actor]]:  # noqa: ARG001 - they
 
     yield start
     for item in started:
-        item.end()
+        item.kill()
