@@ -40,20 +40,6 @@ from optuna_dsat.cost.zero_states import (
 from optuna_dsat.runtime.events import ModelFacts
 from optuna_dsat.runtime.overlay import checkpoint_every
 
-__all__ = [
-    "Hardware",
-    "HostPeaks",
-    "MemoryEstimate",
-    "ModelProfile",
-    "estimate",
-    "host_peaks",
-    "largest_micro_batch",
-    "rank_moments",
-    "swap_needs",
-    "swap_settings",
-    "zero_settings",
-]
-
 Config = Mapping[str, Any]
 
 

@@ -28,8 +28,6 @@ from optuna_dsat.guided.run_probability import RunProbability, memory_posterior,
 from optuna_dsat.guided.sizes import LEAST_GAIN, lacks_room, largest_size, paying_sizes, spread_sizes
 from optuna_dsat.metrics import LARGER_IS_BETTER
 
-__all__ = ["DOUBTED_FORMULA", "Posterior", "Prediction"]
-
 _DEAR = 10.0
 """Largest duration of a launch, relative to the baseline's micro-batch, that requires no matching gain."""
 _START_UP_WEIGHT = 2.0

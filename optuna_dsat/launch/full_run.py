@@ -15,7 +15,6 @@ from optuna_dsat.launch.agent.command import prepare_launch, write_run_directory
 from optuna_dsat.launch.follow import DEFAULT_LIMIT_S, SlotWait
 from optuna_dsat.launch.machine.devices import Devices
 from optuna_dsat.launch.machine.journal import LeftoverWatch, TunerNotes, remove_noted
-from optuna_dsat.launch.machine.nvml import Nvml
 from optuna_dsat.launch.machine.processes import kill_leftovers, new_mark
 from optuna_dsat.launch.machine.slots import SlotLease, SlotPool
 from optuna_dsat.launch.machine.tree import first_failure_code
@@ -31,7 +30,6 @@ def run_full(
     *,
     devices: Devices,
     output_dir: Path | str | None = None,
-    nvml: Nvml | None = None,
     max_slots: int | None = None,
     stdout: TextIO | None = None,
     wait_for_gpus_s: float = DEFAULT_LIMIT_S,
@@ -53,7 +51,7 @@ def run_full(
     """
     if request.purpose != "full":
         raise ValueError(f"Only a launch of purpose 'full' runs in the foreground; got {request.purpose!r}.")
-    pool, mark = SlotPool(devices, max_slots=max_slots, nvml=nvml, on_notice=on_notice), new_mark()
+    pool, mark = SlotPool(devices, max_slots=max_slots, on_notice=on_notice), new_mark()
     LeftoverWatch(os.environ, on_notice=on_notice).begin()
     wait = SlotWait(pool.holders, slots=request.slots, limit_s=wait_for_gpus_s, on_notice=on_notice)
     lease = _take(pool, request.slots, wait)

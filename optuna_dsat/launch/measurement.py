@@ -167,13 +167,11 @@ def metrics_of(steps: Sequence[GlobalStep], *, flops_per_sample: float, world_si
     }
 
 
+_RESAMPLES = 1000
+
+
 def confidence_interval(
-    steps: Sequence[GlobalStep],
-    metric: str,
-    *,
-    flops_per_sample: float,
-    world_size: int,
-    resamples: int = 1000,
+    steps: Sequence[GlobalStep], metric: str, *, flops_per_sample: float, world_size: int
 ) -> Interval:
     """Return the metric over all steps with a 95% percentile-bootstrap interval over steps (Efron 1979).
 
@@ -192,11 +190,10 @@ def confidence_interval(
     if input_variation(steps) and len(steps) > 1:
         return _ratio_interval(value, pairs)
     rng = random.Random(0)
-    draws = sorted(y / x for y, x in (_sums(rng.choices(pairs, k=len(pairs))) for _ in range(resamples)))
+    draws = sorted(y / x for y, x in (_sums(rng.choices(pairs, k=len(pairs))) for _ in range(_RESAMPLES)))
     scale = value / (total / weight)
-    return Interval(
-        value=value, low=scale * draws[int(0.025 * resamples)], high=scale * draws[int(0.975 * resamples) - 1]
-    )
+    low, high = draws[int(0.025 * _RESAMPLES)], draws[int(0.975 * _RESAMPLES) - 1]
+    return Interval(value=value, low=scale * low, high=scale * high)
 
 
 def _sums(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:

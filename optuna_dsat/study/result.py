@@ -30,7 +30,7 @@ from optuna_dsat.study.config_changes import (
     model_change_in_words,
     trainable_config,
 )
-from optuna_dsat.study.confirm.measured import lossy_in_words, lossy_of, rejected_in_words
+from optuna_dsat.study.confirm.measured import Measured, lossy_in_words, lossy_of, rejected_in_words
 from optuna_dsat.study.confirm.rounds import Rounds
 from optuna_dsat.study.confirm.verdict import Verdict
 from optuna_dsat.study.end_reason import describe_structure_failures
@@ -263,7 +263,8 @@ def result_of(
     best, speed_up = verdict.result, verdict.speed_up
     trial, folder = best.trial, spec.study_dir
     ranks = attributes.data_parallel_size(trial, slots=spec.slots_per_trial)
-    complete, config = study.complete_config(trial), study.ready_config(trial)
+    answer, complete = _answer(study, best, storage=storage), study.complete_config(trial)
+    config = answer["config"]
     batch, own_batch = complete[ds_config.TRAIN_BATCH], own_train_batch_size(spec, ranks=ranks)
     own = trainable_config(user_config(spec, data_parallel_size=ranks)[0], world_size=ranks)
     settings, rounds = best_settings(spec, config, folder), study.rounds
@@ -272,34 +273,21 @@ def result_of(
     answers = [trial, *([] if same_batch is None else [study.trials[same_batch.trial]])]
     writes_batch = settings is not None and settings.sets_batch
     return StudyResult(
+        **answer,
         study=spec.name,
         storage=storage,
         reason=reason,
         metric=study.metric,
         verdict=verdict,
-        trial=trial.number,
         value=best.value,
         low=best.interval.low,
         high=best.interval.high,
         user_value=None if verdict.baseline is None else verdict.baseline.value,
-        speed_up=None if speed_up is None else speed_up.value,
-        speed_up_low=None if speed_up is None else speed_up.low,
-        speed_up_high=None if speed_up is None else speed_up.high,
         speed_up_confirmed=speed_up is not None and speed_up.rounds > 0,
-        config=config,
         changes=config_changes(hidden_data(own), hidden_data({**complete, **config})),
         metrics=dict(best.metrics),
         config_path=str(folder / BEST_CONFIG),
         metrics_path=str(folder / BEST_METRICS),
-        command=command_to_train(
-            spec,
-            complete,
-            profiled=profiled,
-            host_threads=trial.user_attrs.get(attributes.HOST_THREADS),
-            storage=storage,
-        ),
-        checkpoint_every=checkpoint_every(complete),
-        compiled=is_compiled(complete),
         train_batch_size=batch,
         user_train_batch_size=own_batch,
         same_batch=same_batch,
@@ -331,6 +319,28 @@ def result_of(
     )
 
 
+def _answer(study: StoredStudy, measured: Measured, *, storage: str, same_batch: int | None = None) -> dict[str, Any]:
+    """Return the fields that ``StudyResult`` and ``SameBatch`` have in common, of a measured config."""
+    ratio, complete = measured.speed_up, study.complete_config(measured.trial)
+    return {
+        "trial": measured.number,
+        "speed_up": None if ratio is None else ratio.value,
+        "speed_up_low": None if ratio is None else ratio.low,
+        "speed_up_high": None if ratio is None else ratio.high,
+        "config": study.ready_config(measured.trial),
+        "command": command_to_train(
+            study.spec,
+            complete,
+            profiled=study.profiled,
+            host_threads=measured.trial.user_attrs.get(attributes.HOST_THREADS),
+            storage=storage,
+            same_batch=same_batch,
+        ),
+        "checkpoint_every": checkpoint_every(complete),
+        "compiled": is_compiled(complete),
+    }
+
+
 def _same_batch(study: StoredStudy, *, storage: str) -> SameBatch | None:
     verdict, spec = study.verdict, study.spec
     if verdict is None or spec.batch != "both":
@@ -338,25 +348,10 @@ def _same_batch(study: StoredStudy, *, storage: str) -> SameBatch | None:
     measured = verdict.same_batch
     if measured is None or measured.number == verdict.result.number:
         return None
-    ratio, complete = measured.speed_up, study.complete_config(measured.trial)
     return SameBatch(
-        trial=measured.number,
+        **_answer(study, measured, storage=storage, same_batch=measured.number),
         is_user_config=measured.is_user_config,
-        speed_up=None if ratio is None else ratio.value,
-        speed_up_low=None if ratio is None else ratio.low,
-        speed_up_high=None if ratio is None else ratio.high,
-        config=study.ready_config(measured.trial),
         config_path=str(spec.study_dir / SAME_BATCH_CONFIG),
-        command=command_to_train(
-            spec,
-            complete,
-            profiled=study.profiled,
-            host_threads=measured.trial.user_attrs.get(attributes.HOST_THREADS),
-            storage=storage,
-            same_batch=measured.number,
-        ),
-        checkpoint_every=checkpoint_every(complete),
-        compiled=is_compiled(complete),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from optuna.trial import FrozenTrial
@@ -71,12 +71,7 @@ class Confirmation:
     ``storing`` returns a context for storing the named item; it raises if another worker has taken over.
     """
 
-    def __init__(
-        self,
-        context: SearchContext,
-        *,
-        storing: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
-    ) -> None:
+    def __init__(self, context: SearchContext, *, storing: Callable[[str], AbstractContextManager[None]]) -> None:
         self._context = context
         self._spec = context.spec
         self._study = context.study

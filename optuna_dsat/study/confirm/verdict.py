@@ -35,8 +35,6 @@ from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import outcome_in_words
 
-__all__ = ["Undecided", "Verdict", "VerdictKind", "are_alike", "verdict_of"]
-
 _ALIKE_BATCHES = 1.1
 """Global batches within this ratio count as equal: a slightly smaller batch does not justify a slower config."""
 _NEARNESS = 0.25
