@@ -345,11 +345,13 @@ def test_an_option_that_sets_the_stage_is_proven(
     assert given == []
 
 
-@pytest.mark.parametrize(("own", "expected"), [(2, "--accum"), (3, "--steps-accumulated"), (None, "")])
+@pytest.mark.parametrize(
+    ("own", "expected"), [(2, "--accum"), (3, "--steps-accumulated"), (4, "--update_freq"), (None, "")]
+)
 def test_an_option_that_sets_the_accumulation_steps_is_proven(
     bench: StudyBench, own: int | None, expected: str
 ) -> None:
-    options = {"--accum": 2, "--epochs": 3, "--steps-accumulated": 3, "--batch-size": 3}
+    options = {"--accum": 2, "--epochs": 3, "--steps-accumulated": 3, "--batch-size": 3, "--update_freq": 4}
     launched: list[Any] = []
 
     def launch(request: LaunchRequest) -> Any:

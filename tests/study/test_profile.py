@@ -26,6 +26,7 @@ from optuna_dsat.study.profile.profile import profile_attempts
 from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.study.stored import read_stored, record_of
 from optuna_dsat.study.trust import what_runs
+from tests.harness.events import engine
 from tests.harness.landscapes import Hill
 from tests.harness.simulated import SimulatedLauncher, SimulatedResult
 from tests.harness.studies import USER_CONFIG, StudyBench
@@ -363,26 +364,29 @@ def test_a_model_that_trains_on_no_single_sample_and_accumulates_keeps_what_trai
     assert (profiled.least_micro_batch, profiled.holds_accumulation) == (4, False)
 
 
+@pytest.mark.parametrize("in_file", [True, False])
 def test_a_script_that_insists_on_its_accumulation_steps_is_profiled_with_them_and_searched_at_every_micro_batch(
-    bench: StudyBench,
+    bench: StudyBench, monkeypatch: pytest.MonkeyPatch, in_file: bool
 ) -> None:
-    def insist(config: Mapping[str, Any]) -> SimulatedResult | None:
-        if config["gradient_accumulation_steps"] == 2:
-            return None
-        return SimulatedResult(outcome=Outcome.SCRIPT_ERROR, startup_s=1.0, message="assert accumulation == 2")
+    refused = SimulatedResult(outcome=Outcome.SCRIPT_ERROR, startup_s=1.0, message="assert accumulation == 2")
 
-    landscape = Hill(insist)
+    def followed(*args: Any, **kwargs: Any) -> Any:
+        record, report = follow(*args, **kwargs)
+        if not in_file and report.outcome is Outcome.SCRIPT_ERROR:  # a launch with 2 steps shows no difference
+            record.add(engine(config_differences={"gradient_accumulation_steps": [2, 1]}))
+        return record, report
+
+    monkeypatch.setattr(profile, "follow", followed)
+    landscape = Hill(lambda config: None if config["gradient_accumulation_steps"] == 2 else refused)
     spec = bench.spec(max_trials=4, confirm=0)
-    own = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    own = {"train_micro_batch_size_per_gpu": 4, **({"gradient_accumulation_steps": 2} if in_file else {})}
     bench.run(spec.model_copy(update={"ds_config": {**USER_CONFIG, **own}}), landscape)
-    sizes = [
-        (config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"])
-        for config in landscape.configs
-    ]
+    keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    sizes = [tuple(config[key] for key in keys) for config in landscape.configs]
     assert sizes[:4] == [(1, 1), (4, 2), (4, 1), (1, 2)]
     assert {steps for _, steps in sizes[3:]} == {2}
-    profiled = profiled_by(bench)
-    assert Profiled.from_json(profiled.to_json()).least_micro_batch == 1
+    profiled = Profiled.from_json(profiled_by(bench).to_json())
+    assert (profiled.least_micro_batch, profiled.holds_accumulation) == (1, True)
 
 
 def test_the_users_own_micro_batch_is_the_one_that_the_script_means(bench: StudyBench) -> None:

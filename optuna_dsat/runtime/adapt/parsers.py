@@ -21,7 +21,7 @@ _ELSEWHERE = re.compile(r"eval|valid|test|predict|infer|generat", re.IGNORECASE)
 """Names of batch sizes outside of training."""
 _LENGTH = re.compile(r"bptt|seq|len|context|ctx|block|window|token", re.IGNORECASE)
 """Names of sequence lengths."""
-_ACCUMULATION = re.compile(r"accum|grad\w*[-_.]acc|(^|[-_.])gas(=?$|[-_.=])", re.IGNORECASE)
+_ACCUMULATION = re.compile(r"accum|grad\w*[-_.]acc|update[-_.]freq|(^|[-_.])gas(=?$|[-_.=])", re.IGNORECASE)
 """Names of accumulation steps."""
 _STAGE = re.compile(r"stage(?!s)|zero", re.IGNORECASE)
 """Names of possible ZeRO stages; 'stages' is excluded, since it is a count."""

@@ -176,6 +176,7 @@ def measure_profile(
                 _, seen, ended = launch(at_own)
                 if ended.outcome is Outcome.MEASURED and seen.engine is not None:
                     record.engine = replace(record.engine, config_differences=seen.engine.config_differences)
+            record.engine = replace(record.engine, config_differences={**parts, **record.engine.config_differences})
             _check_data(record, smallest=attempt.micro_batch)
             own = own_batch(spec, record)
             batch = find_batch_rule(spec, proof, record, overlay=request.overlay, present=own.micro_batch)
@@ -184,7 +185,6 @@ def measure_profile(
             profiled = replace(
                 profiled,
                 option_defaults=_mapped_defaults(spec, record),
-                config_differences={**parts, **profiled.config_differences},
                 stage_choices={} if record.batch_sources is None else record.batch_sources.choices,
             )
             stage_option, accumulation_option = (
@@ -199,6 +199,7 @@ def measure_profile(
                 only_zero_3=only_zero_3,
                 least_micro_batch=least,
                 holds_accumulation=trainer is None
+                and not accumulation_option
                 and attempt.accumulation * record.passes_per_micro_batch == own.gradient_accumulation_steps > 1,
             )
         # A later launch may set a value that the script has as well: only an earlier launch then shows the difference.
