@@ -11,7 +11,7 @@ from optuna_dsat.config import ds_config
 from optuna_dsat.runtime.events import TrainerFound, decode_event, encode_event
 from optuna_dsat.script.arg_mapping import map_arguments
 from optuna_dsat.script.trainer import ScriptTrainer
-from optuna_dsat.study.profile.script import follow_trainer, user_config
+from optuna_dsat.study.profile.script import follow_script, follow_trainer, user_config
 from optuna_dsat.study.spec import ScriptSpec, StudySpec, make_spec
 
 OPTIONS = {
@@ -94,6 +94,24 @@ def test_the_option_of_a_mapping_says_what_the_config_leaves_open(args: tuple[st
     assert present["train_micro_batch_size_per_gpu"] == expected
     given, _ = user_config(follow_trainer(spec_of({"train_micro_batch_size_per_gpu": 3}, **script), None))
     assert given["train_micro_batch_size_per_gpu"] == 3
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ({"train_micro_batch_size_per_gpu": [2, 4], "gradient_accumulation_steps": [4, 4]}, (2, 4)),
+        ({"train_micro_batch_size_per_gpu": [2, 4]}, (2, 4)),
+        ({"gradient_accumulation_steps": [1, 4]}, (4, 1)),
+        ({"gradient_clipping": [1.0, None]}, (4, 4)),
+    ],
+)
+def test_a_global_batch_of_the_file_gives_way_to_batch_sizes_of_the_script(
+    own: dict[str, list[Any]], expected: tuple[int, int]
+) -> None:
+    spec = spec_of({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4})
+    followed = follow_script(spec, differences=own, trainer=None, defaults={}, batch=None, ranks=2)
+    config, _ = user_config(followed)
+    assert (config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]) == expected
 
 
 def test_what_the_code_sets_is_left_to_the_user_in_plain_words() -> None:

@@ -100,6 +100,10 @@ def follow_script(
     key is the baseline; None removes the key. ``options`` are its options for keys, or empty.
     """
     own = {key: values[0] for key, values in differences.items()}
+    sizes = {ds_config.MICRO_BATCH, ds_config.GRADIENT_ACCUMULATION}
+    if own.keys() & sizes and not _is_open(spec.ds_config.get(ds_config.TRAIN_BATCH)):
+        in_file = {} if own.keys() >= sizes else user_config(spec, data_parallel_size=ranks)[1]
+        own = {ds_config.TRAIN_BATCH: None, **in_file, **own}  # differences have the script's global batch as these
     config = ds_config.with_values(spec.ds_config, own) if own else spec.ds_config
     script = spec.script.model_copy(
         update={
