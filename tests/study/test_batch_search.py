@@ -158,6 +158,8 @@ def test_options_of_any_name_that_set_a_trainers_batch_sizes_are_proven(
         launched.clear()
         trainer = batch_search.find_trainer(spec, launch, profile, **asked)
         assert (trainer and trainer.options, launched) == ({}, [])
+    assert trainer is not None
+    assert "(now" not in trainer.announcement().partition(" and ")[0], "it was given the launch's by the mapped option"
 
 
 def test_a_settings_file_that_sets_a_trainers_size_is_proven(bench: StudyBench) -> None:

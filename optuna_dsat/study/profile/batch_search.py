@@ -116,8 +116,9 @@ def find_trainer(
         return None
     trainer = ScriptTrainer.from_event(record.trainer)
     sources, engine = record.batch_sources, record.engine
-    mapped = ds_config.MICRO_BATCH in spec.script.arg_mappings
-    if sources is None or engine is None or trainer.micro_batch is None or mapped or not spec.follow_batch:
+    if ds_config.MICRO_BATCH in spec.script.arg_mappings:
+        return replace(trainer, micro_batch=None)  # the launch's, by the mapped option
+    if sources is None or engine is None or trainer.micro_batch is None or not spec.follow_batch:
         return trainer
     for index, guess in enumerate(trainer_guesses(trainer, sources, ranks=engine.data_parallel_size)):
         asked, expected = guess.proof_steps()
