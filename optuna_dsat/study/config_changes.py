@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.structures import Structure
+from optuna_dsat.runtime.adapt.parsers import means_accumulation
 from optuna_dsat.runtime.overlay import without_model
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import setting_in_words
@@ -136,3 +138,48 @@ def ready_config(
     implied = next((key for key in keys if key not in own), None)
     config = without_model(complete if trainer is None else trainer.trainable(complete))
     return {key: value for key, value in config.items() if key != implied}
+
+
+_COUNTED_IN_STEPS = frozenset(
+    {"warmup_num_steps", "total_num_steps", "cycle_first_step_size", "cycle_second_step_size", "decay_step_size"}
+    | {"lr_range_test_step_size", "total_curriculum_step", "require_steps", "schedule_offset", "schedule_offset_end"}
+    | {"quantization_period", "freeze_step", "var_freeze_step"}
+)
+"""Keys of a DeepSpeed config with numbers of optimizer steps: of its schedulers, curricula, compression and 1-bit
+optimizers (``lr_schedules``, ``data_pipeline``, ``compression`` and ``fp16.onebit`` of 0.19.8)."""
+_DEFAULT_STEPS = {"OneCycle": ("cycle_first_step_size", 2000), "LRRangeTest": ("lr_range_test_step_size", 2000)}
+"""Scheduler -> its key with a number of steps, and the default; the others warm up (``lr_schedules`` of 0.19.8)."""
+
+
+_OPTION_OF_STEPS = re.compile(
+    r"(?!.*(eval|valid|test|save|log|decode|infer))-.*(max|num|total|train|warm-?_?up|decay)"
+    r".*[-_](steps?|iters?|iterations|updates)"
+)
+"""Matches options with a number of optimizer steps of a schedule, such as ``--max_train_steps``."""
+
+
+def scaled_steps(config: Mapping[str, Any], ratio: float, *, args: Sequence[str] = ()) -> str:
+    """Return the numbers of steps that cover as many samples at a batch ``ratio`` times as large.
+
+    They are in the config, and in the script's options ``args``.
+    """
+    flat = ds_config.flatten(config)
+    if kind := flat.get("scheduler.type"):
+        name, default = _DEFAULT_STEPS.get(kind, ("warmup_num_steps", 1000))
+        flat.setdefault(f"scheduler.params.{name}", default)
+    counted = {key: value for key, value in flat.items() if key.rpartition(".")[2] in _COUNTED_IN_STEPS}
+    changed = [
+        f"{key} from {value:,.0f} to {max(1, round(value / ratio)):,}"
+        for key, value in [*counted.items(), *_options_of_steps(args)]
+        if type(value) in (int, float) and value > 0
+    ]
+    own = f" A learning-rate schedule that the script counts in steps covers {ratio:.3g} times as many samples."
+    return f" These are counted in steps; for as many samples change {', '.join(changed)}." if changed else own
+
+
+def _options_of_steps(args: Sequence[str]) -> Iterator[tuple[str, int]]:
+    for word, following in zip(args, [*args[1:], ""], strict=False):
+        name, is_joined, value = word.partition("=")
+        value = value if is_joined else following
+        if value.isdecimal() and _OPTION_OF_STEPS.fullmatch(name) and not means_accumulation(name):
+            yield name, int(value)

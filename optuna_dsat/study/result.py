@@ -28,6 +28,7 @@ from optuna_dsat.study.config_changes import (
     config_changes,
     core_binding_in_words,
     model_change_in_words,
+    scaled_steps,
     trainable_config,
 )
 from optuna_dsat.study.confirm.measured import Measured, lossy_in_words, lossy_of, rejected_in_words
@@ -298,6 +299,7 @@ def result_of(
             user_batch=own_batch,
             samples=epoch_samples(spec, profiled),
             is_chosen=batch == spec.train_batch_size,
+            args=spec.script.args,
         ),
         loss_check=loss_check if checked is None else checked.check,
         numbers=lossy_in_words(answers, rounds, spec),
@@ -432,31 +434,6 @@ def write_settings(copy: SettingsCopy, config: Mapping[str, Any]) -> None:
 
 _ADAPTIVE = frozenset({"adam", "adamw", "lamb", "lion", "adagrad", "onebitadam", "zerooneadam", "onebitlamb"})
 
-_COUNTED_IN_STEPS = frozenset(
-    {"warmup_num_steps", "total_num_steps", "cycle_first_step_size", "cycle_second_step_size", "decay_step_size"}
-    | {"lr_range_test_step_size", "total_curriculum_step", "require_steps", "schedule_offset", "schedule_offset_end"}
-    | {"quantization_period", "freeze_step", "var_freeze_step"}
-)
-"""Keys of a DeepSpeed config with numbers of optimizer steps: of its schedulers, curricula, compression and 1-bit
-optimizers (``lr_schedules``, ``data_pipeline``, ``compression`` and ``fp16.onebit`` of 0.19.8)."""
-_DEFAULT_STEPS = {"OneCycle": ("cycle_first_step_size", 2000), "LRRangeTest": ("lr_range_test_step_size", 2000)}
-"""Scheduler -> its key with a number of steps, and the default; the others warm up (``lr_schedules`` of 0.19.8)."""
-
-
-def _scaled_steps(config: Mapping[str, Any], ratio: float) -> str:
-    """Return the numbers of steps that cover as many samples at a batch ``ratio`` times as large as in a config."""
-    flat = ds_config.flatten(config)
-    if kind := flat.get("scheduler.type"):
-        name, default = _DEFAULT_STEPS.get(kind, ("warmup_num_steps", 1000))
-        flat.setdefault(f"scheduler.params.{name}", default)
-    changed = [
-        f"{key} from {value:,.0f} to {max(1, round(value / ratio)):,}"
-        for key, value in flat.items()
-        if key.rpartition(".")[2] in _COUNTED_IN_STEPS and type(value) in (int, float) and value > 0
-    ]
-    own = f" A learning-rate schedule that the script counts in steps covers {ratio:.3g} times as many samples."
-    return f" The config counts these in steps; for as many samples change {', '.join(changed)}." if changed else own
-
 
 def learning_rate_advice(
     config: Mapping[str, Any],
@@ -465,6 +442,7 @@ def learning_rate_advice(
     user_batch: int,
     samples: int | None = None,
     is_chosen: bool = False,
+    args: Sequence[str] = (),
 ) -> str | None:
     """Return advice on learning rate and steps for a changed global batch; None if it did not change.
 
@@ -490,6 +468,6 @@ def learning_rate_advice(
     return (
         f"The global batch goes from {count_in_words(user_batch)} to {things_in_words(batch, 'sample')}{steps}: "
         f"consider multiplying your learning rate{words} by {factor}. That is a rule of thumb, to be checked by the "
-        f"loss of a longer run.{_scaled_steps(config, ratio)}"
+        f"loss of a longer run.{scaled_steps(config, ratio, args=args)}"
         f"{'' if is_chosen else f' Keep the batch with --train-batch-size {user_batch}.'}"
     )

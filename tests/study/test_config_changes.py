@@ -123,11 +123,18 @@ def test_numbers_of_steps_are_scaled_with_the_batch(config: dict[str, Any], expe
     assert all(text in advice for text in expected)
 
 
+def test_numbers_of_steps_in_options_are_scaled_with_the_batch() -> None:
+    args = ["--max_train_steps", "800", "--lr-warmup-iters=40", "--save_steps", "80", "--num_train_timesteps", "80"]
+    args += ["--max_eval_steps", "80", "--gradient_accumulation_steps", "4", "--num_train_epochs", "8"]
+    advice = str(learning_rate_advice({}, batch=16, user_batch=4, args=args))
+    assert "change --max_train_steps from 800 to 200, --lr-warmup-iters from 40 to 10. Keep" in advice
+
+
 def test_what_the_trainer_computes_is_not_scaled() -> None:
     config = {"scheduler": {"params": {"total_num_steps": "auto"}}, "steps_per_print": 10}
     advice = learning_rate_advice(config, batch=16, user_batch=4)
     assert advice is not None
-    assert "counts these in steps" not in advice
+    assert "are counted in steps" not in advice
     assert "A learning-rate schedule that the script counts in steps covers 4 times as many samples." in advice
 
 
