@@ -195,7 +195,7 @@ def _own_failure(facts: LaunchFacts) -> Verdict | None:
     for event in facts.of(RankFinished):
         _, is_exit, code = event.reason.partition("exit_code_")
         if is_exit and code != "0":
-            if caught := _caught_out_of_memory(facts, f"left with sys.exit({code})"):
+            if caught := _caught_out_of_memory(facts, f"left with exit code {code}"):
                 return caught
             return Verdict(
                 outcome=Outcome.SCRIPT_ERROR,

@@ -16,7 +16,7 @@ from collections.abc import Callable, MutableMapping
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic, sleep
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from optuna_dsat.runtime.adapt.config import (
     ScriptCommand,
@@ -45,7 +45,7 @@ from optuna_dsat.runtime.events import (
 from optuna_dsat.runtime.failure import diagnose, format_traceback, message_with_cause, without_runtime_frames
 from optuna_dsat.runtime.files import MESSAGE_CHARS, TEXT_CHARS, shortened
 from optuna_dsat.runtime.hook import DeepSpeedHook
-from optuna_dsat.runtime.imports import EnvironmentWatch, ImportWatch, imported_modules, loaded_operators
+from optuna_dsat.runtime.imports import EnvironmentWatch, ImportWatch, imported_modules, loaded_operators, patch
 from optuna_dsat.runtime.isolation.redirection import redirect_writes
 from optuna_dsat.runtime.isolation.world import World, rename_across_layers
 from optuna_dsat.runtime.measure.live import await_order
@@ -150,6 +150,7 @@ class _RankProcess:
         def reads_config(by_its_name: bool) -> None:
             facts["config_in_code"] = facts.get("config_in_code", True) and not by_its_name
 
+        self._record_exit_at_once()
         signal.signal(_EXIT_SIGNAL, lambda *_: sys.exit(0))
         try:
             with reads_redirected(user_config=plan.user_config_path, config=plan.config_path, on_read=reads_config):
@@ -161,6 +162,17 @@ class _RankProcess:
             self._finish("script_end")
             self._limit_exit(0)
         return 0
+
+    def _record_exit_at_once(self) -> None:
+        """Record the end of a script that caught out-of-memory errors and calls ``os._exit``."""
+        pid = os.getpid()
+
+        @patch(os, "_exit")
+        def exit_at_once(original: Any, code: int) -> None:
+            if self._state.allocation_failures and not self._is_done and os.getpid() == pid:
+                with contextlib.suppress(EventWriteError):
+                    self._finish(f"exit_code_{code}")
+            original(code)
 
     def _write_start(self) -> None:
         rank = self._rank

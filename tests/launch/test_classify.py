@@ -298,7 +298,7 @@ def test_caught_errors_of_the_allocator_are_out_of_memory() -> None:
     verdict = classify(facts(left, None))
     assert (verdict.outcome, verdict.message) == (
         Outcome.OUT_OF_MEMORY,
-        "rank 1: out of memory 1 time: the script caught the error, and left with sys.exit(1)",
+        "rank 1: out of memory 1 time: the script caught the error, and left with exit code 1",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 import time
@@ -11,8 +12,11 @@ from pathlib import Path
 import pytest
 
 from optuna_dsat.runtime import user_code
+from optuna_dsat.runtime.events import RankFinished, decode_event, events_path
 from optuna_dsat.runtime.measure.engine import Clock
+from optuna_dsat.runtime.process import _RankProcess
 from optuna_dsat.runtime.user_code import is_installed, parsed_source, places_of
+from tests.harness.ranks import plan_of, rank_of
 
 
 def test_places_are_those_of_the_users_code_innermost_first() -> None:
@@ -90,6 +94,18 @@ def test_a_script_may_poll_its_input_which_ends_for_the_main_thread_alone(tmp_pa
     assert done.returncode == 1
     assert "EOFError: EOF when reading a line" in (tmp_path / "rank0.stderr.log").read_text()
     assert (tmp_path / "rank0.stdout.log").read_text() == "[]\n\n0\n []\nOverwrite? "
+
+
+def test_a_script_that_caught_out_of_memory_and_exits_at_once_leaves_a_record(tmp_path: Path) -> None:
+    process = _RankProcess(plan_of(events_dir=str(tmp_path)), rank_of(), forked=False)
+    process._state.allocation_failures = 1
+    if not (pid := os.fork()):
+        process._record_exit_at_once()
+        os._exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+    end = decode_event(events_path(tmp_path, 0).read_text(encoding="utf-8"))
+    assert isinstance(end, RankFinished)
+    assert (end.reason, end.allocation_failures) == ("exit_code_3", 1)
 
 
 def test_a_script_that_stops_the_clock_is_timed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
