@@ -257,7 +257,7 @@ class LaunchRecord:
         self.world_size = world_size
         self.start_profile_step = start_profile_step
         self.engine: EngineReady | None = None
-        self.config_differences: Mapping[str, Sequence[Any]] = {}
+        self.config_differences: Mapping[str, list[Any]] = {}
         """As ``EngineReady.config_differences``; also known if a launch failed before it had an engine."""
         self.profile: ProfileMeasured | None = None
         self.trainer: TrainerFound | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -138,7 +138,7 @@ def measure_profile(
     tried: list[str] = []
     pipeline = only_zero_3 = False
     attempts, launches, least, accumulation = deque(profile_attempts(spec)), 0, 1, 1
-    parts: Mapping[str, Sequence[Any]] = {}
+    parts: Mapping[str, list[Any]] = {}
 
     def proof(request: LaunchRequest) -> tuple[LaunchRecord, LaunchReport]:
         record, report = follow(launcher, request, wait=wait)
