@@ -370,6 +370,8 @@ def test_a_batch_whose_rows_are_not_samples_has_the_loaders_batch_size(collate: 
     counter = sample_counter(lambda: made.numbers({1}))
     sizes = [counter(batch) for batch in DataLoader(data, 2, collate_fn=collate)]
     assert [size.samples for size in sizes if size is not None] == [2, 2, 2]
+    single = [counter(batch) for batch in DataLoader(data, 1, collate_fn=with_labels)]
+    assert {size.samples for size in single if size is not None} == {1}
     views = [counter(batch) for batch in DataLoader([torch.zeros(2, 3)] * 4, 2, collate_fn=torch.cat)]  # type: ignore
     assert [size.samples for size in views if size is not None] == [4, 4]
 

@@ -291,8 +291,8 @@ class _Loader:
         if made_with is None or rows is None:
             return False
         if self._packs is None and rows > 1:
-            is_other = rows % made_with > 0 or made_with in sizes or made_with + 1 in sizes
-            self._packs = scale == 1 < made_with < rows and is_other
+            is_other = made_with in sizes or (made_with > 1 and (rows % made_with > 0 or made_with + 1 in sizes))
+            self._packs = scale == 1 <= made_with < rows and is_other
         elif self._packs is None and scale == 1 < made_with:
             self._packs = self.samples is None or self.samples >= made_with
         return bool(self._packs)
