@@ -255,7 +255,7 @@ def test_agents_go_with_the_process_that_held_their_place(cluster: RayCluster) -
 @with_ray
 @pytest.mark.torchrun
 def test_a_study_runs_on_two_nodes_from_a_head_without_a_core(cluster: RayCluster, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT.read_text())
+    (tmp_path / "train.py").write_text(f"{SCRIPT.read_text().rstrip()}\n    print('stepped', file=sys.stderr)\n")
     (tmp_path / "ds.json").write_text(json.dumps(DS_CONFIG))
     where = ("--on", "ray", "--ray-address", cluster.address, "--nodes-per-trial", "2", "--cpu-ranks", "1")
     how = ("--zero-stages", "1", "--no-tune", "offload_optimizer", "--max-trials", "1", "--confirm", "0", "--quiet")

@@ -19,7 +19,7 @@ from tests.harness.simulated import SimulatedResult
 
 
 def odd_batches_fail(config: Mapping[str, Any]) -> SimulatedResult | None:
-    if config["train_micro_batch_size_per_gpu"] in (35, 47):
+    if config["train_micro_batch_size_per_gpu"] == 37:
         return SimulatedResult(outcome=Outcome.SCRIPT_ERROR, startup_s=4.0, message="ValueError: batch | odd")
     return None
 
