@@ -142,14 +142,17 @@ def missing_bytes(message: str) -> int | None:
 
 
 def without_runtime_frames(trace: TracebackType | None, runtime_dir: str) -> TracebackType | None:
-    """Return the traceback starting at the script's first frame, as Python shows it without the runtime."""
+    """Return the traceback as Python shows it without the runtime, unless that raised the error."""
+    kept = []
     here = trace
     while here is not None:
         filename = here.tb_frame.f_code.co_filename
         if not filename.startswith((runtime_dir, "<frozen runpy>")) and not filename.endswith("/runpy.py"):
-            return here
+            kept.append(here)
         here = here.tb_next
-    return trace
+    for outer, inner in zip(kept, kept[1:]):
+        outer.tb_next = inner
+    return kept[0] if kept else trace
 
 
 def message_of(error: BaseException) -> str:
