@@ -71,7 +71,7 @@ def test_a_part_of_a_gpu_is_warm_too(machine: Machine, tmp_path: Path) -> None:
     part = "MIG-1f2e3d4c-5747-4d3e-8f1c-9a2b3c4d5e6f"
     machine.say(f"part 0 {part} 9856 1 NVIDIA H100 80GB HBM3 MIG 1g.10gb")
     folder = copy_gpt(tmp_path)
-    search = Search(machine, folder, *GPT, *OPTIONS, *SMALL_GPT, visible=part).finish()
+    search = Search(machine, folder, *GPT, *OPTIONS, "--no-continue", *SMALL_GPT, visible=part).finish()
     ranks = {rank["pid"] for launch in search.launches for rank in launch.ranks if rank["forked"]}
     assert len(ranks) == 3, search.errors
     assert {(call.pid, call.uuid, call.code) for call in machine.calls("context")} == {(pid, part, 0) for pid in ranks}

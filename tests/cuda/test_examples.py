@@ -39,7 +39,7 @@ EXAMPLES = {
     ),
     "two_engines": Example("plain", ("random", "two_engines.py", "ds_config.json"), BY_FLAG),
     "core_api": Example("core_api", ("random", "train.py", "ds_config.json")),
-    "module": Example("module", ("random", "-m", "trainer.train", "ds_config.json"), BY_FLAG),
+    "module": Example("module", ("random", "--no-continue", "-m", "trainer.train", "ds_config.json"), BY_FLAG),
     "huggingface": Example(
         "huggingface",
         ("random", "train.py", "ds_config.json"),
