@@ -106,10 +106,9 @@ def run(method: str, rig: Rig, *, budget: int, seed: int, store: Store | None = 
             return  # an outcome of the search like any other
         except BudgetSpentError:
             pass  # the rounds of the finalists end with the budget
-        if method == "guided":
-            study = read_stored(store, request.spec.name)
-            rig.posterior_means = posterior_means(rig, study)
-            rig.statements = statements(study)
+        study = read_stored(store, request.spec.name)
+        rig.results = results(rig, study)
+        rig.statements = statements(study)
 
 
 def statements(study: StoredStudy) -> list[tuple[Mapping[str, Any], float]]:
@@ -139,15 +138,13 @@ def _method_of(study: StoredStudy) -> Method:
     return make_method(study.spec, study.profiled, study.space)
 
 
-def posterior_means(rig: Rig, study: StoredStudy) -> list[Mapping[str, Any] | None]:
+def results(rig: Rig, study: StoredStudy) -> list[Mapping[str, Any] | None]:
     """Return the config that would be the result if the search were stopped, after each launch.
 
-    That is the trial with the best posterior mean so far (``Method.ranked``), by which finalists are chosen, until two
-    rounds have compared these; then what the verdict hands over.
+    That is the method's best trial so far (``Method.ranked``), by which finalists are chosen, until two rounds have
+    compared these; then what the verdict hands over.
     """
     method = _method_of(study)
-    if method.posterior is None:
-        raise ValueError(f"{study.spec.method} has no posterior")
     trials = {trial.user_attrs.get(attributes.LAUNCH_ID): trial for trial in study.trials}
     again = {f"confirm-{item.number:04d}-round-{item.round}": item for item in study.rounds.launches}
     seen: list[optuna.trial.FrozenTrial] = []

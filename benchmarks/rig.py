@@ -66,8 +66,8 @@ class Rig:
         self.landscape = landscape
         self.continues = continues
         self.launches: list[Launch] = []
-        self.posterior_means: Sequence[Mapping[str, Any] | None] | None = None
-        """After each launch the config of the best posterior mean; None for methods without a posterior."""
+        self.results: Sequence[Mapping[str, Any] | None] | None = None
+        """After each launch the config that the search would hand over; None for peers, which name none."""
         self.statements: Sequence[tuple[Mapping[str, Any], float]] = ()
         """The config held and what may be left to gain as the method states it, the last at the end of the search."""
         self._budget = budget

@@ -142,7 +142,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     budget=args.budget,
                     noise=noise_of(landscape, args.noise),
                     seed=seed,
-                    measured=args.measured,
                 )
                 for seed in range(args.seeds)
             ]
@@ -187,9 +186,6 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         help=f"relative deviation of measured times (default {NOISE}, on records the recorded one)",
     )
-    parser.add_argument(
-        "--measured", action="store_true", help="hold what measured best, whatever a method believes to be best"
-    )
     parser.add_argument("--json", type=Path, help="file that receives the result of every search")
     return parser
 
@@ -207,7 +203,6 @@ def run_one(
     budget: int,
     noise: float,
     seed: int,
-    measured: bool = False,
     continues: bool = False,
 ) -> Result:
     """Run one search and judge it.
@@ -219,13 +214,12 @@ def run_one(
         budget: Launches after the profile launches.
         noise: Relative standard deviation of measured times.
         seed: Of the method and of the noise.
-        measured: Whether what measured best counts as held, also where the method believes otherwise.
         continues: Whether a launch measures several trials.
     """
     rig = Rig(landscape, budget=budget, noise=noise, seed=seed, continues=continues)
     METHODS[method](method, rig, budget=budget, seed=seed)
     launches = rig.launches
-    distances = [1 - worth / best for worth in _held(landscape, launches, None if measured else rig.posterior_means)]
+    distances = [1 - worth / best for worth in _held(landscape, launches, rig.results)]
     near = next((index for index, distance in enumerate(distances) if distance <= NEAR), None)
     close = next((index for index, distance in enumerate(distances) if distance <= CLOSE), None)
     outcomes = [launch.outcome.value for launch in launches]
@@ -250,22 +244,19 @@ def run_one(
 def _held(
     landscape: Computed | Recorded,
     launches: Sequence[Launch],
-    posterior_means: Sequence[Mapping[str, Any] | None] | None = None,
+    results: Sequence[Mapping[str, Any] | None] | None,
 ) -> list[float]:
     """Return after each launch what the configuration then held is worth, without noise.
 
-    Held is what measured best, from the first finalist on the best finalist; or what the method believes to be best.
+    Held is what the search would hand over, or what measured best.
     """
     worths = []
-    held, shown, phase = 0.0, 0.0, "trial"
+    held = shown = 0.0
     for index, launch in enumerate(launches):
         value = launch.metrics.get("throughput", 0.0)
-        if launch.outcome is Outcome.MEASURED and launch.purpose != "profile":
-            if launch.purpose != phase:
-                phase, shown = launch.purpose, 0.0
-            if value > shown:
-                shown, held = value, throughput(landscape, launch.ds_config)
-        config = None if posterior_means is None else posterior_means[index]
+        if launch.outcome is Outcome.MEASURED and launch.purpose != "profile" and value > shown:
+            shown, held = value, throughput(landscape, launch.ds_config)
+        config = None if results is None else results[index]
         if config is not None:
             held = throughput(landscape, config)
         worths.append(held)

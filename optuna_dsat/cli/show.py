@@ -68,11 +68,11 @@ def show_result(result: StudyResult, *, as_json: bool, price: float | None = Non
 
 
 def _show_configs(result: StudyResult) -> None:
-    """Print the path of each config of a result and the command that trains with it."""
+    """Print the path of each config of a result that is not the user's, and the command that trains with it."""
     configs: list[tuple[str, StudyResult | SameBatch]] = [("Config", result)]
-    if result.same_batch is not None:
-        same = "your config" if result.same_batch.is_user_config else f"trial {result.same_batch.trial}"
-        configs = [(f"At your global batch, {same}", result.same_batch), (f"Fastest, trial {result.trial}", result)]
+    if result.same_batch is not None and not result.same_batch.is_user_config:
+        at_batch = f"At your global batch, trial {result.same_batch.trial}"
+        configs = [(at_batch, result.same_batch), (f"Fastest, trial {result.trial}", result)]
     for what, config in configs:
         say(f"{what}: {config.config_path}")
         if config.model_change:

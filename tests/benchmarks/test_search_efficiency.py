@@ -100,31 +100,19 @@ def test_a_rig_refuses_launches_beyond_its_budget_but_not_profiles() -> None:
     assert rig.launches[0].profile["num_params"] == FAST.model.params
 
 
-def test_held_is_what_measured_best_and_the_finalists_have_the_last_word() -> None:
+def test_held_is_what_a_search_hands_over_or_what_measured_best() -> None:
     launches = [
         launch(1, 99.0, purpose="profile"),
         launch(4, 50.0),
         launch(8, 0.0, outcome=Outcome.OUT_OF_MEMORY),
         launch(2, 60.0),
-        launch(4, 52.0, purpose="confirm"),
-        launch(2, 51.0, purpose="confirm"),
     ]
+    four = launch(4, 0).ds_config
     worth = {size: throughput(FAST, launch(size, 0).ds_config) for size in (2, 4)}
-    expected = [0.0, worth[4], worth[4], worth[2], worth[4], worth[4]]
-    assert search_efficiency._held(FAST, launches) == pytest.approx(expected)
-
-
-def test_held_is_what_the_method_believes_where_it_believes_something() -> None:
-    launches = [
-        launch(1, 99.0, purpose="profile"),
-        launch(4, 50.0),
-        launch(2, 60.0),
-        launch(2, 51.0, purpose="confirm"),
-    ]
-    four, two = (launch(size, 0).ds_config for size in (4, 2))
-    worth = {size: throughput(FAST, launch(size, 0).ds_config) for size in (2, 4)}
-    held = search_efficiency._held(FAST, launches, [None, four, four, two])
+    held = search_efficiency._held(FAST, launches, None)
     assert held == pytest.approx([0.0, worth[4], worth[4], worth[2]])
+    held = search_efficiency._held(FAST, launches, [None, four, four, four])
+    assert held == pytest.approx([0.0, worth[4], worth[4], worth[4]])
 
 
 def test_the_verdict_names_what_a_peer_does_better() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from optuna.trial import FrozenTrial
 
+from optuna_dsat.cli.show import show_result
 from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.space import space_of
 from optuna_dsat.study.stored import read_stored
@@ -86,7 +87,9 @@ def test_there_is_one_question_where_every_configuration_has_the_users_batch(ben
     assert result.same_batch is None
 
 
-def test_the_users_config_stays_where_nothing_is_surely_faster_at_its_batch(bench: StudyBench) -> None:
+def test_the_users_config_stays_where_nothing_is_surely_faster_at_its_batch(
+    bench: StudyBench, capsys: pytest.CaptureFixture[str]
+) -> None:
     def run(config: Mapping[str, Any]) -> SimulatedResult:
         samples = config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"]
         return SimulatedResult(startup_s=1, forward_s=0.3 + 0.01 * samples)
@@ -98,6 +101,8 @@ def test_the_users_config_stays_where_nothing_is_surely_faster_at_its_batch(benc
     assert result.same_batch is not None
     assert result.same_batch.is_user_config
     assert json.loads(Path(result.same_batch.config_path).read_text())["gradient_accumulation_steps"] == STEPS
+    show_result(result, as_json=False)
+    assert capsys.readouterr().out.count("Train with it:") == 1
 
 
 def test_a_search_of_few_trials_says_that_none_is_left_for_the_users_batch(bench: StudyBench) -> None:
