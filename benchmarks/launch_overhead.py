@@ -1,6 +1,6 @@
 """Where the time of a launch goes, phase by phase, by plain torchrun and warm, side by side in one run.
 
-    python -m benchmarks.launch_overhead [--examples gpt huggingface] [--launches 5] [--json results.json]
+    python -m benchmarks.launch_overhead [--examples gpt huggingface] [--launches 5]
 
 Launches the user's own config of each example, taking turns between the two launchers, after a profile launch that
 teaches the warm one what to import. Phases, in seconds, are those of the slowest rank:
@@ -20,7 +20,6 @@ teaches the warm one what to import. Phases, in seconds, are those of the slowes
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import statistics
@@ -224,7 +223,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--examples", nargs="+", choices=sorted(EXAMPLES), default=sorted(EXAMPLES))
     parser.add_argument("--launches", type=int, default=5, help="launches of each kind that count")
-    parser.add_argument("--json", type=Path, help="also write all phases of all launches")
     args = parser.parse_args(argv)
     devices = detect_devices()
     devices = cpu_devices(2) if devices.kind == "cpu" else devices
@@ -233,15 +231,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"{len(devices.devices)} x {devices.devices[0].name}, {os.cpu_count()} cores, {versions}, "
         f"Python {platform.python_version()}; medians of {args.launches}\n"
     )
-    results = {}
     for name in args.examples:
         with tempfile.TemporaryDirectory(prefix="launch-overhead-") as temporary:
             result = measure(EXAMPLES[name], launches=args.launches, devices=devices, folder=Path(temporary))
         print(f"#### examples/{name}\n")
         print("\n".join(table(result)) + "\n", flush=True)
-        results[name] = {kind: [launch.phases() for launch in launches] for kind, launches in result.items()}
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=2))
 
 
 if __name__ == "__main__":

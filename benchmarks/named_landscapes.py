@@ -42,8 +42,6 @@ class Trained:
     user_zero: Mapping[str, Any]
     """The ZeRO section of the user's present config, which runs at micro-batch 1."""
     kind: str = "cuda"
-    no_tune: tuple[str, ...] = ()
-    """Knobs that are no part of the search."""
 
     @property
     def slots(self) -> int:

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import optuna
 
+from benchmarks.named_landscapes import Computed
 from benchmarks.recorded import Recorded
 from benchmarks.rig import COMMAND, BudgetSpentError, Rig
 from optuna_dsat.config.knobs import PARTITION_COPY
@@ -67,8 +68,7 @@ def spec_of(rig: Rig, *, method: str, budget: int, seed: int, folder: Path) -> S
         script={"script": COMMAND.script, "cwd": str(folder), "config_path": COMMAND.config_path},
         ds_config=rig.landscape.user_config,
         device=rig.landscape.kind,
-        no_tune=(*rig.landscape.no_tune, *(() if rig.landscape.nodes == 1 else (PARTITION_COPY,))),
-        **_stages(rig),
+        **_space(rig.landscape),
         on="here" if rig.landscape.nodes == 1 else "slurm",
         nodes_per_trial=rig.landscape.nodes,
         slots_per_trial=rig.landscape.slots,
@@ -81,12 +81,12 @@ def spec_of(rig: Rig, *, method: str, budget: int, seed: int, folder: Path) -> S
     )
 
 
-def _stages(rig: Rig) -> dict[str, tuple[int, ...]]:
-    """Return the stages of a record that lacks some of a search's; the method's own are searched elsewhere."""
-    landscape = rig.landscape
-    if isinstance(landscape, Recorded) and not {1, 2, 3} <= set(landscape.stages):
-        return {"zero_stages": landscape.stages}
-    return {}
+def _space(landscape: Computed | Recorded) -> dict[str, tuple[Any, ...]]:
+    """Return the options that keep a search to what a landscape knows; all else has the method's defaults."""
+    if not isinstance(landscape, Recorded):
+        return {"no_tune": () if landscape.nodes == 1 else (PARTITION_COPY,)}
+    complete = {1, 2, 3} <= set(landscape.stages)
+    return {"no_tune": landscape.no_tune, **({} if complete else {"zero_stages": landscape.stages})}
 
 
 def run(method: str, rig: Rig, *, budget: int, seed: int, store: Store | None = None) -> None:

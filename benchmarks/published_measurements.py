@@ -1,6 +1,6 @@
 """Compare the predictions of ``optuna-dsat plan`` with published measurements.
 
-python -m benchmarks.published_measurements [--set-aside] [--json FILE]
+python -m benchmarks.published_measurements [--set-aside]
 
 A deviation is the logarithm of predicted over measured rate. A contrast is the difference between the deviations of two
 rows of a table that differ in one setting only: the table's common factor cancels. Contrasts are averaged over a
@@ -10,12 +10,10 @@ table, so that a table with many rows counts once.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import combinations, permutations
-from pathlib import Path
 from statistics import fmean, median, pstdev
 from typing import Any
 
@@ -306,7 +304,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print the comparison."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--set-aside", action="store_true", help="compare the tables that are set aside instead")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every comparison to FILE")
     options = parser.parse_args(arguments)
     tables = {name: table for name, table in published_tables().items() if table.set_aside == options.set_aside}
     compared = {name: compare(name, table) for name, table in tables.items()}
@@ -333,11 +330,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     for why in (reason for _, left_out in compared.values() for reason in left_out):
         print(why)
-    if options.json is not None:
-        records = [
-            {**asdict(item), "row": item.row.model_dump()} for results, _ in compared.values() for item in results
-        ]
-        options.json.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -49,12 +49,6 @@ METHODS: Mapping[str, Runner] = {
     "deepspeed-model": deepspeed_autotuning.run,
 }
 """Ours without a prefix, then the peers."""
-NAMESAKES = {
-    "random": ("dsat-random", "deepspeed-random"),
-    "binary": ("dsat-binary",),
-    "asha": ("dsat-asha",),
-}
-"""Method of ours -> the peers' methods of the same name."""
 NEAR = 0.01
 """A configuration this close to the true best counts as found."""
 NOISE = 0.02
@@ -101,9 +95,8 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One method on one landscape: medians over seeds, infinite where most seeds never got there."""
+    """One method on a landscape: medians over seeds, infinite where most seeds never got there."""
 
-    landscape: str
     method: str
     launches_to_near: float
     seconds_to_near: float
@@ -127,11 +120,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if method not in methods:
             print(f"{method} is left out: {', '.join(missing(method))} not installed (see benchmarks/README.md)\n")
     results: list[Result] = []
-    rows: list[Row] = []
     for landscape in _chosen(args):
-        name = landscape.name
         best, heading = known(landscape)
         print(heading, flush=True)
+        rows: list[Row] = []
         for method in methods:
             began = time.monotonic()
             matches = [
@@ -147,9 +139,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             ]
             results += matches
             rows.append(summarise(matches))
-            print(f"{name} {method}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
-        print(table([row for row in rows if row.landscape == name]), flush=True)
-    print(_verdicts(rows))
+            print(f"{landscape.name} {method}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+        print(table(rows), flush=True)
     if args.json:
         args.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
 
@@ -266,7 +257,6 @@ def _held(
 def summarise(results: Sequence[Result]) -> Row:
     """Return the medians over the seeds of one method on one landscape."""
     return Row(
-        landscape=results[0].landscape,
         method=results[0].method,
         launches_to_near=median(r.launches_to_near for r in results),
         seconds_to_near=median(r.seconds_to_near for r in results),
@@ -339,26 +329,6 @@ def table(rows: Sequence[Row]) -> str:
 def count(launches: float) -> str:
     """Return a number of launches in words."""
     return "never" if math.isinf(launches) else f"{launches:.0f}"
-
-
-def _verdicts(rows: Sequence[Row]) -> str:
-    """Return one line per method of ours and landscape where a peer's method of the same name does better."""
-    result = {(row.landscape, row.method): row for row in rows}
-    lines = []
-    for (landscape, method), own in result.items():
-        for other in (result.get((landscape, peer)) for peer in NAMESAKES.get(method, ())):
-            if other is not None and own.launches_to_near > other.launches_to_near:
-                lines.append(
-                    f"- {landscape}: {method} gets to 1 % in {count(own.launches_to_near)} launches, "
-                    f"{other.method} in {count(other.launches_to_near)}"
-                )
-            if other is not None and own.distance > other.distance:
-                lines.append(
-                    f"- {landscape}: {method} ends {own.distance:.2%} away, {other.method} {other.distance:.2%}"
-                )
-    if not lines:
-        return "No method of ours is worse than a peer's of the same name."
-    return "\n".join(["Worse than a peer's method of the same name:", "", *lines])
 
 
 if __name__ == "__main__":

@@ -5,10 +5,9 @@
 
 ``guided`` has its defaults, and no limit on memory. ``deepspeed`` is DeepSpeed's autotuner at its defaults,
 ``deepspeed-bounded`` the same with micro-batches of at most ``LARGEST``: on a CPU it takes the host's memory for the
-device's, and spends minutes on micro-batches of 1024. ``--limit`` ends what takes too long. ``demo`` is what ``make
-demo`` runs, ``demo-torchrun`` the same by plain torchrun, ``random`` what it ran before ``guided`` was there; ``quick``
-makes as many launches as DeepSpeed's autotuner does here, and like it measures nothing twice. These four have
-``--device-memory``, which lets some 110 samples fit.
+device's, and spends minutes on micro-batches of 1024. ``--limit`` ends what takes too long. ``quick`` makes as many
+launches as DeepSpeed's autotuner does here, and like it measures nothing twice. It has ``--device-memory``, which lets
+some 110 samples fit.
 
 DeepSpeed's autotuner runs in its fast mode, its default, as on one machine without ssh: a stand-in for pdsh runs its
 commands here (and passes on none that kill by name), and a small script around the example takes the config as the
@@ -64,7 +63,6 @@ sys.argv[0] = {script!r}
 sys.path[0] = {folder!r}
 runpy.run_path({script!r}, run_name="__main__")
 """
-DEVICE_MEMORY = "900MiB"
 LARGEST = 128
 """Largest micro-batch that DeepSpeed's autotuner may try where it is bounded."""
 DEEPSPEED_STEPS = 6
@@ -76,13 +74,12 @@ NEAR = 0.02
 WALL_AIM, THROUGHPUT_AIM, NEAR_AIM_S = 0.2, 0.99, 30.0
 """Aims: share of the autotuner's wall time, of its config's throughput, seconds to a config within ``NEAR``."""
 
-_BOUNDED = ("--zero-stages", "0 1 2 3", "--device-memory", DEVICE_MEMORY)
 OURS = {
     "guided": ("guided",),
-    "demo-torchrun": ("guided", "--launcher", "torchrun", "--max-trials", "12", "--confirm", "2", *_BOUNDED),
-    "demo": ("guided", "--max-trials", "12", "--confirm", "2", *_BOUNDED),
-    "random": ("random", "--max-trials", "12", "--confirm", "2", *_BOUNDED),
-    "quick": ("guided", "--max-trials", "5", "--confirm", "0", *_BOUNDED),
+    "quick": (
+        *("guided", "--max-trials", "5", "--confirm", "0"),
+        *("--zero-stages", "0 1 2 3", "--device-memory", "900MiB"),
+    ),
 }
 """The method and its options in our searches."""
 THEIRS = ("deepspeed", "deepspeed-bounded")

@@ -30,7 +30,6 @@ from benchmarks.random_machines.machine import RandomMachine, machine_of
 from benchmarks.recorded import Recorded, recorded_landscapes
 from benchmarks.search_efficiency import (
     METHODS,
-    NAMESAKES,
     Result,
     count,
     median,
@@ -42,6 +41,12 @@ from benchmarks.search_efficiency import (
 
 Key = tuple[str, int, str]
 """Landscape, seed and method of a search."""
+NAMESAKES = {
+    "random": ("dsat-random", "deepspeed-random"),
+    "binary": ("dsat-binary",),
+    "asha": ("dsat-asha",),
+}
+"""Method of ours -> the peers' methods of the same name."""
 _EQUAL = 0.005
 """Final distances that differ by less are equal."""
 

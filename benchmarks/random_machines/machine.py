@@ -31,8 +31,6 @@ class RandomMachine:
 
     drawn: Drawn
     user_structure: tuple[int, bool, bool]
-    no_tune: tuple[str, ...] = ()
-    """Knobs that are no part of the search."""
 
     @property
     def name(self) -> str:

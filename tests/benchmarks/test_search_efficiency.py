@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ import pytest
 from benchmarks import ours, search_efficiency
 from benchmarks.named_landscapes import LANDSCAPES, throughput
 from benchmarks.rig import BudgetSpentError, Launch, Rig
-from benchmarks.search_efficiency import Row
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.store import Store
 
@@ -26,21 +24,6 @@ def launch(micro_batch: int, value: float, *, purpose: str = "trial", outcome: O
         metrics={"throughput": value},
         profile={},
         ended_s=1.0,
-    )
-
-
-def row(method: str, *, launches: float, distance: float) -> Row:
-    return Row(
-        landscape="somewhere",
-        method=method,
-        launches_to_near=launches,
-        seconds_to_near=60 * launches,
-        near=1.0,
-        launches_to_close=launches,
-        distance=distance,
-        statements="",
-        found=1.0,
-        launches=64,
     )
 
 
@@ -113,11 +96,3 @@ def test_held_is_what_a_search_hands_over_or_what_measured_best() -> None:
     assert held == pytest.approx([0.0, worth[4], worth[4], worth[2]])
     held = search_efficiency._held(FAST, launches, [None, four, four, four])
     assert held == pytest.approx([0.0, worth[4], worth[4], worth[4]])
-
-
-def test_the_verdict_names_what_a_peer_does_better() -> None:
-    rows = [row("asha", launches=9, distance=0.02), row("dsat-asha", launches=7, distance=0.03)]
-    assert "asha gets to 1 % in 9 launches, dsat-asha in 7" in search_efficiency._verdicts(rows)
-    assert "away" not in search_efficiency._verdicts(rows)
-    rows = [row("asha", launches=9, distance=0.02), row("dsat-asha", launches=math.inf, distance=0.02)]
-    assert search_efficiency._verdicts(rows) == "No method of ours is worse than a peer's of the same name."
