@@ -59,6 +59,13 @@ class WaitingLaunch:
     """The failed forked launch that it repeats by plain torchrun; None for any other launch."""
 
 
+def lone_save(ends: Mapping[int, Event], *, slots: int) -> int | None:
+    """Return the first rank that saved checkpoints more often than another; None if none did or a rank failed."""
+    saves = {rank: end.saves for rank, end in ends.items() if isinstance(end, RankFinished)}
+    more = [rank for rank, count in saves.items() if count > min(saves.values())]
+    return min(more, default=None) if len(saves) == slots else None
+
+
 class Processes(Protocol):
     """The processes of a launch: on this machine (``agent/run.py``), or on nodes (``places/place.py``)."""
 
@@ -175,8 +182,12 @@ class Launch:
         """What went on beside it while its steps were measured, and how the user's files were protected."""
         starts = self.log.starts
         notes = sorted({start.isolation_note for start in starts if start.isolation_note})
-        conditions = self.processes.conditions
-        return replace(conditions, isolation=starts[0].isolation if starts else "", isolation_note="; ".join(notes))
+        return replace(
+            self.processes.conditions,
+            isolation=starts[0].isolation if starts else "",
+            isolation_note="; ".join(notes),
+            lone_save=lone_save(self.log.ends, slots=self.request.slots),
+        )
 
     @property
     def is_forked(self) -> bool:

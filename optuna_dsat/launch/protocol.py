@@ -39,6 +39,8 @@ class Conditions(Record):
     """How the user's files were protected from the launch: ``mount``, ``python`` or ``off``; empty if unknown."""
     isolation_note: str = ""
     """Folders on which no overlay could be mounted, and why."""
+    lone_save: int | None = None
+    """First rank that called ``save_checkpoint`` more often than another; None if all called it equally often."""
 
     @property
     def others_share(self) -> float | None:

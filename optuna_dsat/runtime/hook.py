@@ -178,7 +178,7 @@ class DeepSpeedHook:
         self._wrap_engine_class(self._deepspeed.DeepSpeedEngine)
         self._wrap_zero_init(self._deepspeed.zero.Init)
         if self._plan.measures:
-            disable_checkpoints(self._deepspeed.DeepSpeedEngine)
+            disable_checkpoints(self._deepspeed.DeepSpeedEngine, self._state.saves)
             tolerate_mismatched_checkpoints(
                 self._deepspeed.DeepSpeedEngine, is_mismatch=self._is_mismatch, on_load=self._note_checkpoint
             )
@@ -435,6 +435,7 @@ class DeepSpeedHook:
         self._plan, self._config = plan, TrialConfig(plan, world_size=self._rank.world_size)
         change_settings(self._engine, plan.changes)
         self._state.steps = self._state.skipped = self._state.allocation_failures = 0
+        self._state.saves.clear()
         release_cached_memory(self._accelerator)
         self._memory.restart()
         self._writer.write(self._engine_ready(self._engine, 0.0, self._differences))

@@ -219,6 +219,7 @@ class _RankProcess:
                 steps=state.steps,
                 skipped=state.skipped,
                 allocation_failures=state.allocation_failures,
+                saves=state.saves.count("save_checkpoint"),
             )
         )
         self._is_done = True

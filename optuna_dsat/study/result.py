@@ -311,7 +311,7 @@ def result_of(
                 _running_engines_in_words(study.trials, Rounds.of(study.attributes)),
             )
         ).strip(),
-        advice="" if profiled is None else _advice(study, profiled, complete, settings_written=writes_batch),
+        advice="" if profiled is None else _advice(study, profiled, complete, launches, settings_written=writes_batch),
         failures=describe_structure_failures(study.trials),
         continued=sum(bool(row.report.root) for row in launches if _is_of_trial(row)),
         launches=dict(Counter(row.report.outcome.value for row in launches if _is_of_trial(row))),
@@ -357,7 +357,14 @@ def _same_batch(study: StoredStudy, *, storage: str) -> SameBatch | None:
     )
 
 
-def _advice(study: StoredStudy, profiled: Profiled, config: Mapping[str, Any], *, settings_written: bool) -> str:
+def _advice(
+    study: StoredStudy,
+    profiled: Profiled,
+    config: Mapping[str, Any],
+    launches: Sequence[StoredLaunch],
+    *,
+    settings_written: bool,
+) -> str:
     """Return what to change in the script, and what another precision brings; empty without any."""
     device, size = profiled.profile.device_name, profiled.profile.param_bytes
     configured = profiled.precision_of(study.spec.ds_config)
@@ -365,7 +372,19 @@ def _advice(study: StoredStudy, profiled: Profiled, config: Mapping[str, Any], *
     gain = _bf16_in_words(study, configured) or precision_advice(trained, device_name=device, param_bytes=size)
     binding = core_binding_in_words(config, ranks=study.spec.slots_per_trial)
     script = profiled.advice(config, settings_written=settings_written)
-    return " ".join(filter(None, (script, profiled.checkpoint_advice(study.spec, config), gain, binding)))
+    loaded, saved = profiled.checkpoint_advice(study.spec, config), _lone_save_in_words(launches)
+    return " ".join(filter(None, (script, loaded, saved, gain, binding)))
+
+
+def _lone_save_in_words(launches: Sequence[StoredLaunch]) -> str:
+    """Return a warning if some ranks saved a checkpoint without the others; empty if none did."""
+    ranks = [row.report.conditions.lone_save for row in launches]
+    if (rank := next((rank for rank in ranks if rank is not None), None)) is None:
+        return ""
+    return (
+        f"Rank {rank} called engine.save_checkpoint without the other ranks; trials skip it, but DeepSpeed waits there "
+        "for all ranks: call it on every rank, or training may hang."
+    )
 
 
 def _bf16_in_words(study: StoredStudy, precision: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from optuna_dsat.launch.classify import classify, observed_micro_batch
+from optuna_dsat.launch.launch import lone_save
 from optuna_dsat.launch.protocol import LaunchFacts, Verdict
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import (
@@ -436,3 +437,10 @@ def test_an_error_that_names_no_key_is_followed_by_the_values_in_doubt(
     differs = ConfigDiffers(rank=0, time=1.0, differences={key: [value, None] for key, value in config.items()})
     events = {0: [differs, error], 1: []}
     assert classify(facts(events=events)).message.endswith(f"{message}{text}")
+
+
+def test_a_checkpoint_that_some_ranks_saved_without_the_others_is_noted() -> None:
+    saving, silent = replace(finished(0), saves=2), finished(1)
+    assert lone_save({0: silent, 1: saving}, slots=2) == 1
+    assert lone_save({0: saving, 1: saving}, slots=2) is None
+    assert lone_save({0: saving, 1: failed(1, OOM)}, slots=2) is None

@@ -158,6 +158,7 @@ def test_a_trial_writes_no_checkpoint_and_says_so_once(start: Starter, stubs: Pa
     ]
     [line] = launch.log("stderr").splitlines()
     assert line.startswith("optuna-dsat: no checkpoint is written during a trial; save_checkpoint to kept was skipped")
+    assert [end.saves for end in launch.of(RankFinished)] == [2]
 
 
 def test_a_full_run_writes_its_checkpoints(start: Starter, stubs: Path) -> None:

@@ -73,13 +73,13 @@ def redirect_accelerates_tensorboard(module: Any, folder: Path) -> None:
         original(*bound.args, **bound.kwargs)
 
 
-def disable_checkpoints(engine_class: Any) -> None:
+def disable_checkpoints(engine_class: Any, skipped: list[str]) -> None:
     """Make engines of this class skip writing checkpoints; the first call prints a notice to the rank's log.
 
     ``save_checkpoint`` and ``save_16bit_model`` keep their signatures and return values: True, or False for
-    ``save_16bit_model`` if ZeRO 3 may not gather the weights. They do not synchronize the ranks.
+    ``save_16bit_model`` if ZeRO 3 may not gather the weights. They do not synchronize the ranks. ``skipped`` gets the
+    name of each called method.
     """
-    skipped: list[str] = []
 
     def skip(name: str, answer: Callable[[Any], bool]) -> None:
         signature = inspect.signature(getattr(engine_class, name))
@@ -89,8 +89,8 @@ def disable_checkpoints(engine_class: Any) -> None:
             given = signature.bind(*args, **kwargs).arguments
             if not given["save_dir"]:
                 raise ValueError(f"save_dir must be a non-empty string, got {given['save_dir']!r}")
-            if not skipped:
-                skipped.append(name)
+            skipped.append(name)
+            if len(skipped) == 1:
                 print(
                     f"optuna-dsat: no checkpoint is written during a trial; {name} to {given['save_dir']} was skipped, "
                     "and so are those that follow.",

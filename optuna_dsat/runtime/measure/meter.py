@@ -50,6 +50,8 @@ class RankState:
     """Global steps that the loss scaler skipped."""
     allocation_failures: int = 0
     """Out-of-memory errors of the current trial, which the script may have caught."""
+    saves: list[str] = field(default_factory=list)
+    """Methods of each checkpoint that the current trial skipped."""
     steps_completed: int | None = None
     """Batches completed, as counted by the script around its current step; None if not reported."""
     device: str = ""
