@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from optuna_dsat.config.ds_config import flatten
 from optuna_dsat.config.user_file import misspelt_in_words
 from optuna_dsat.errors import PATH_ERRORS, UsageError
+from optuna_dsat.script.command.source import reads_input
 from optuna_dsat.study.options.declaration import options_in
-from optuna_dsat.study.spec import StudyRequest
+from optuna_dsat.study.spec import StudyRequest, StudySpec
 from optuna_dsat.tuning.options.autotuning import Sweep, sweep_of, with_autotuning
 from optuna_dsat.tuning.options.given import Given, with_config
 from optuna_dsat.tuning.options.tune_options import DEFAULT_METHOD
@@ -101,7 +104,21 @@ def prepare(method: str | None, given: Given) -> Prepared:
         check_loss=options.check_loss,
         callbacks=tuple(options.callbacks or ()),
     )
-    return Prepared(request=request, given=given, notes=[*notes, *misspelt, *devices.notices])
+    return Prepared(request=request, given=given, notes=[*notes, *misspelt, *devices.notices, *_unread_input(spec)])
+
+
+def _unread_input(spec: StudySpec) -> list[str]:
+    """Return a note if the search has a standard input that the script reads."""
+    script = spec.script
+    try:
+        is_given = stat.S_IFMT(os.fstat(0).st_mode) in (stat.S_IFIFO, stat.S_IFREG, stat.S_IFSOCK)
+    except OSError:  # closed
+        return []
+    if not is_given or not reads_input(
+        script.script, is_module=script.is_module, cwd=Path(script.cwd), python=spec.python
+    ):
+        return []
+    return ["The script reads its standard input, which is empty in trials: have it read a file instead."]
 
 
 def _one_kind_of_device(given: Given) -> Given:

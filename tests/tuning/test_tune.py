@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
@@ -186,6 +187,21 @@ def test_an_argument_that_is_given_wins_over_the_autotuning_section_even_if_it_i
     (result,) = seen
     spec = result.request.spec
     assert (spec.method, spec.max_trials, spec.start_profile_step) == ("random", 64, 2)
+
+
+def test_a_script_that_reads_a_piped_input_is_noted(bench: EntryPointBench, capfd: pytest.CaptureFixture[str]) -> None:
+    (bench.folder / "train.py").write_text("import sys\nfiles = sys.stdin.read()\n")
+    kept, (reader, writer) = os.dup(0), os.pipe()
+    os.dup2(reader, 0)
+    try:
+        optuna_dsat.tune("train.py", "ds.json", **{**QUICK, "max_trials": 1, "quiet": False})
+        (bench.folder / "train.py").write_text("import sys\n")
+        optuna_dsat.tune("train.py", "ds.json", **{**QUICK, "max_trials": 1, "quiet": False, "study": "other"})
+    finally:
+        os.dup2(kept, 0)
+        for descriptor in (kept, reader, writer):
+            os.close(descriptor)
+    assert capfd.readouterr().err.count("The script reads its standard input, which is empty in trials") == 1
 
 
 def test_the_environment_and_option_files_are_not_read(bench: EntryPointBench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,6 +88,17 @@ def says_where_to_meet(script: str, *, is_module: bool, cwd: Path, python: str |
     )
 
 
+def reads_input(script: str, *, is_module: bool, cwd: Path, python: str | None = None) -> bool:
+    """Detect scripts (and imported user files) that read their standard input."""
+    return any(
+        (isinstance(node, ast.Attribute) and node.attr == "stdin" and getattr(node.value, "id", "") == "sys")
+        or (isinstance(node, ast.Call) and called_name(node) == "input")
+        or (isinstance(node, ast.Constant) and node.value == "/dev/stdin")
+        for nodes, _ in _files(script, is_module=is_module, cwd=cwd, python=python)
+        for node in nodes
+    )
+
+
 _SIGNATURE_PARSERS = frozenset({"transformers", "trl", "fire", "tyro", "simple_parsing", "jsonargparse", "typer"})
 """Packages that derive options from fields or parameters, such as ``HfArgumentParser`` and ``fire.Fire``."""
 
