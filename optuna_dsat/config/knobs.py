@@ -484,7 +484,7 @@ KNOBS: tuple[Knob, ...] = (
         path=(ZERO, ZENFLOW),
         kind="section",
         stages=(1, 2),
-        condition=lambda params, site: offloads(params) and site.cpu_adam,
+        condition=lambda params, site: offloads(params) and site.cpu_adam and params.get("reduce_scatter", True),
         where="with --allow lossy, at ZeRO 1 and 2 with DeepSpeed's Adam offloaded from GPUs, without accumulation",
         used_by=(
             "zenflow.zenflow_stage_1_and_2.ZenFlowZeroOptimizer: most gradients are applied late, on the host. "

@@ -13,7 +13,7 @@ A configuration is a dict of *params*, named after DeepSpeed's keys: ``zero_stag
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -26,6 +26,7 @@ from optuna_dsat.config.knobs import (
     OFFLOAD_OPTIMIZER,
     OFFLOAD_PARAM,
     PARTITION_COPY,
+    ZENFLOW,
     ZERO_STAGE,
     Knob,
     Site,
@@ -158,9 +159,10 @@ class _Builder:
         self._zero = configs.knob_settings(self._plain, zero=self._plain[ZERO])
         """The user's section, lists resolved, and knobs of other sections."""
         steps = self._plain.get(configs.GRADIENT_ACCUMULATION)
-        own_steps = 1 if steps in (None, configs.AUTO) else int(steps)
-        self._steps = request.gradient_accumulation_steps or own_steps
-        self._held_steps = self._steps if request.holds_accumulation else None
+        self._steps = request.gradient_accumulation_steps or (1 if steps in (None, configs.AUTO) else int(steps))
+        self._zenflow = self._zero.get(ZENFLOW) is not None and ZENFLOW not in request.permitted
+        """Whether every configuration has the user's ZenFlow, which replaces the accumulation of gradients."""
+        self._held_steps = self._steps if request.holds_accumulation or self._zenflow else None
         """Accumulation steps of every configuration; None if each can have its own."""
 
     def build(self) -> SearchSpace:
@@ -189,7 +191,7 @@ class _Builder:
             nvme_path=request.nvme_path,
             swap_settings=self._swap_settings(),
             gradient_accumulation_steps=self._steps,
-            holds_accumulation=request.holds_accumulation,
+            holds_accumulation=self._held_steps is not None,
             samples_per_rank=request.samples_per_rank,
             max_samples_per_rank=request.max_samples_per_rank,
             user_zero=self._zero,
@@ -232,7 +234,7 @@ class _Builder:
             return knob.name not in self._no_tune and (knob.name in self._request.worthwhile or self._named(knob))
         one_node = min(self._request.nodes, self._request.ranks_per_node) == 1
         useless = knob.inert or (knob.several_nodes and one_node) or (knob.several_ranks and self._world_size == 1)
-        return not useless or self._named(knob)
+        return not (useless or (self._zenflow and knob.name == "reduce_scatter")) or self._named(knob)
 
     @property
     def _world_size(self) -> int:
@@ -294,6 +296,9 @@ class _Builder:
         if self._request.pipeline:
             reason += ", and pipeline parallelism runs with ZeRO 0 and 1 only"
             stages = tuple(stage for stage in stages if stage <= 1)
+        if self._zenflow:
+            reason += f", and ZenFlow runs with ZeRO 1 and 2 only (zero_optimization.{ZENFLOW})"
+            stages = tuple(stage for stage in stages if stage in (1, 2, self._zero.get("stage")))
         model, accumulated = _types(self._request.ds_config)
         if model != accumulated:  # refused by ``engine._do_optimizer_sanity_check``
             reason += ", and ZeRO 0 cannot accumulate gradients in another type than the model's (data_types)"
@@ -369,6 +374,8 @@ class _Builder:
             more = ("nvme",) if self._request.nvme_path and self._swaps(knob) else ()
             to_host = knob.choices if self._request.device != "cpu" or self._says_all(knob) else ("none",)
             tuned = TunedKnob(knob=knob, choices=unique((*to_host, *more, present)))
+        if self._zenflow and knob.name == OFFLOAD_OPTIMIZER:
+            tuned = replace(tuned, choices=tuple(value for value in tuned.choices if value != "none") or tuned.choices)
         if "nvme" in tuned.choices and not (self._request.nvme_path or own_path):
             raise ConfigError(f"{knob.name} may be nvme, but no folder is known: give --nvme-path.")
         if "nvme" in tuned.choices and present != "nvme" and not self._swaps(knob):

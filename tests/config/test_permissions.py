@@ -150,6 +150,7 @@ def test_zenflow_is_a_section_of_offloads_without_accumulation() -> None:
     space = make({ZENFLOW})
     for lineage, config in configs(space):
         applies = lineage["zero_stage"] in (1, 2) and lineage["offload_optimizer"] == "cpu"
+        applies = applies and lineage.get("reduce_scatter", True)
         assert (ZENFLOW in lineage) == applies
         section = config["zero_optimization"].get(ZENFLOW)
         assert section == (ZENFLOW_SECTION if lineage.get(ZENFLOW) else None)
@@ -162,3 +163,15 @@ def test_zenflow_is_a_section_of_offloads_without_accumulation() -> None:
     sections = {str(config["zero_optimization"].get(ZENFLOW)) for _, config in
                 configs(mine, {**BASE, "zero_optimization": own})}  # fmt: skip
     assert sections == {"None", str(own[ZENFLOW])}
+
+
+def test_a_users_zenflow_stays_where_deepspeed_accepts_it() -> None:
+    own = {"stage": 2, "offload_optimizer": {"device": "cpu"}, ZENFLOW: {"topk_ratio": 0.2}}
+    space = make(config={"zero_optimization": own})
+    lineages = list(space.lineages())
+    assert {(lineage["zero_stage"], lineage["offload_optimizer"]) for lineage in lineages} == {(1, "cpu"), (2, "cpu")}
+    assert not any("reduce_scatter" in lineage for lineage in lineages)
+    assert space.holds_accumulation
+    with pytest.raises(ConfigError, match="ZenFlow runs with ZeRO 1 and 2 only"):
+        make(config={"zero_optimization": own}, zero_stages=(0, 3))
+    assert all(lineage.get("reduce_scatter", True) for lineage in make({ZENFLOW}).lineages() if lineage.get(ZENFLOW))

@@ -217,6 +217,12 @@ def test_the_profile_launch_uses_the_smallest_micro_batch_that_is_allowed(
     assert {attempt.overlay()["train_micro_batch_size_per_gpu"] for attempt in attempts} == {smallest}
 
 
+def test_profile_attempts_with_zenflow_offload_the_optimizer(bench: StudyBench) -> None:
+    zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}, "zenflow": {}}
+    _, *attempts = profile_attempts(bench.spec(ds_config={**USER_CONFIG, "zero_optimization": zero}))
+    assert [attempt.words for attempt in attempts] == ["ZeRO 2 + optimizer offload"]
+
+
 def test_a_model_built_within_zero_init_climbs_to_zero_3(bench: StudyBench, monkeypatch: pytest.MonkeyPatch) -> None:
     stages = []
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from optuna_dsat.config import ds_config
-from optuna_dsat.config.knobs import KNOBS
+from optuna_dsat.config.knobs import KNOBS, ZENFLOW
 from optuna_dsat.config.space_builder import SpaceRequest, smallest_micro_batch
 from optuna_dsat.config.structures import GUIDE_ORDER, Structure
 from optuna_dsat.config.user_file import correction
@@ -102,10 +102,12 @@ def profile_attempts(spec: StudySpec) -> Iterator[ProfileAttempt]:
     )
     yield ProfileAttempt(structure=None, micro_batch=smallest)
     least = 2 if any(stage >= 2 for stage in spec.stages) else 1
+    zenflow = ds_config.zero_section(spec.ds_config).get(ZENFLOW) is not None
     for structure in GUIDE_ORDER:
-        if structure.stage in spec.stages and structure.stage >= least:
+        refused = zenflow and (structure.stage == 3 or not structure.offloads)
+        if structure.stage in spec.stages and structure.stage >= least and not refused:
             yield ProfileAttempt(structure=structure, micro_batch=smallest)
-    if spec.nvme_folder is not None:
+    if spec.nvme_folder is not None and not zenflow:
         structure = Structure(stage=3, offload_param="cpu", offload_optimizer="nvme")
         yield ProfileAttempt(structure=structure, micro_batch=smallest, nvme_path=spec.nvme_folder)
 
