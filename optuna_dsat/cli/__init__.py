@@ -21,7 +21,7 @@ import typer
 from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
-from optuna_dsat.cli.parsing.catalogue import SEARCHES, Catalogue
+from optuna_dsat.cli.parsing.catalogue import TAKE_LAUNCHER, Catalogue
 from optuna_dsat.cli.parsing.help import HELP_NAMES
 from optuna_dsat.cli.parsing.options_file import OPTIONS_ENV, file_of
 from optuna_dsat.cli.parsing.rewriting import COUNTS, hide_secrets, lift_option, spread_numbers
@@ -202,7 +202,7 @@ def _run(arguments: list[str]) -> NoReturn:
         _check_folder()
         arguments = lift_option(spread_numbers(arguments, *COUNTS), "--options")
         commands = _commands()
-        if SEARCHES.intersection(arguments):
+        if TAKE_LAUNCHER.intersection(arguments):
             from optuna_dsat.cli.parsing.launch_prefix import unfold_command
 
             arguments = unfold_command(arguments, commands, cwd=Path.cwd()).apply()

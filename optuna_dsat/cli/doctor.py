@@ -106,7 +106,14 @@ def doctor(
         engine = engine_of(on.value, slurm_arg=slurm_arg or (), ray_address=ray_address, ray_node=ray_node or ())
         findings += examine_cluster(engine, layout, files={str(path): digest_of(path) for path in files})
     if script is not None and ds_config is not None and not exit_code(findings):
-        options = PlanOptions(script=script, ds_config=ds_config, script_args=script_args, output_dir=output_dir)
+        options = PlanOptions(
+            script=script,
+            ds_config=ds_config,
+            script_args=script_args,
+            output_dir=output_dir,
+            python=python,
+            gpus=None if on else gpus_per_node,
+        )
         findings.append(_host_memory(options if storage is None else replace(options, storage=storage)))
     if as_json:
         print(json.dumps(to_json(findings), indent=2))

@@ -114,6 +114,9 @@ class PlanOptions:
         str | None, typer.Option(help="Directory on NVMe, on every host: offloads to it are planned as well.")
     ] = None
     module: Annotated[bool, _launch("-m", "--module", help="SCRIPT is a module's name.")] = False
+    python: Annotated[
+        str | None, _launch(help="Python of the script; without it the one that a search would choose.")
+    ] = None
     cpu_ranks: Annotated[int | None, _launch(help="Run on the CPU with this many ranks.")] = None
     device_memory: Annotated[str | None, _launch(help="What one rank may allocate, such as 2GiB.")] = None
     stall_timeout: Annotated[float, _launch(help="Seconds without a sign of life after which the launch is ended.")] = (
@@ -265,6 +268,7 @@ def _search_options(options: PlanOptions) -> TuneOptions:
         ds_config=options.ds_config,
         script_args=options.script_args,
         module=options.module,
+        python=options.python,
         gpus_per_trial=options.gpus,
         cpu_ranks=options.cpu_ranks,
         device_memory=options.device_memory,

@@ -37,6 +37,18 @@ def launchers_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("optuna_dsat.script.command.launch_command.intercept", intercept_here)
 
 
+def test_doctor_reads_a_command_as_a_search_does(tmp_path: Path) -> None:
+    tmp_path.joinpath("train.py").write_text("")
+    tmp_path.joinpath("ds.json").write_text('{"train_micro_batch_size_per_gpu": 4}')
+    group: Any = typer.main.get_command(app)
+    words = ["deepspeed", "--num_gpus", "2", "train.py", "--deepspeed_config", "ds.json"]
+    result = list(unfold_command(["doctor", "--python", sys.executable, *words], group, cwd=tmp_path).arguments)
+    named = ["--python", sys.executable, "--script", "train.py", "--ds-config", str(tmp_path / "ds.json")]
+    assert result == ["doctor", *named, "--", "--deepspeed_config", "ds.json"]
+    unchanged = ["doctor", "--script", "train.py", "--", "--local_rank", "0"]
+    assert list(unfold_command(unchanged, group, cwd=tmp_path).arguments) == unchanged
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_ranks_of_the_launcher_are_those_on_the_cpu(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: int

@@ -55,7 +55,10 @@ function or ``typer.Typer`` of further commands.
 """
 
 SEARCHES = frozenset(name for name, (_, module, _) in COMMANDS.items() if module == "search")
-"""Commands that take a training command."""
+"""Commands that search behind a training command."""
+
+TAKE_LAUNCHER = SEARCHES | {"doctor"}
+"""Commands whose options may be followed by a training command with its launcher."""
 
 _TAKE_COMMAND = ("check",)
 """Commands whose options precede their arguments, which end with a training command."""
@@ -107,7 +110,7 @@ def _build(name: str, panel: str, module: str, attribute: str) -> Any:
         command = typer.main.get_command(alone)
         assert isinstance(command, HelpCommand)
         command.first = first_options(result)
-        command.takes_launcher = name in SEARCHES
+        command.takes_launcher = name in TAKE_LAUNCHER
         command.allow_interspersed_args = name not in _TAKE_COMMAND
     command.rich_help_panel = panel  # type: ignore[attr-defined]
     return command

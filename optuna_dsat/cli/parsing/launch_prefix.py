@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
-from optuna_dsat.cli.parsing.catalogue import SEARCHES
+from optuna_dsat.cli.parsing.catalogue import SEARCHES, TAKE_LAUNCHER
 from optuna_dsat.cli.parsing.help import HELP_NAMES
 from optuna_dsat.cli.parsing.options_file import OPTIONS_ENV, file_of
 from optuna_dsat.cli.tables import notify
@@ -43,7 +43,7 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> Unfol
         UsageError: If the launcher rejects its options, or options of the search would be lost.
     """
     start, name = _first_positional(argv, root.params)
-    if name not in SEARCHES:
+    if name not in TAKE_LAUNCHER:
         return Unfolded(arguments=argv)
     search = root.commands[name]
     assert isinstance(search, TyperCommand)
@@ -52,9 +52,9 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> Unfol
     own, words = rest[:end], rest[end:]
     if first == "--":
         words = words[1:]
-    if first is None or not words or (first.startswith("-") and first != "--"):
+    if first is None or not words or (first.startswith("-") and first != "--") or value_given(own, "--script"):
         return Unfolded(arguments=argv)
-    if is_experiment(words, cwd=cwd):
+    if name in SEARCHES and is_experiment(words, cwd=cwd):
         known = frozenset(name for param in search.params if isinstance(param, TyperOption) for name in param.opts)
         experiment = unfold_experiment(words, own=own, known=known, cwd=cwd)
         return replace(experiment, arguments=[*argv[: start + 1], *experiment.arguments])
@@ -73,9 +73,12 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> Unfol
     if command is None:
         return Unfolded(arguments=[*argv[: start + 1], *own, *_with_config(words, search.params)])
     own_notes = [] if first == "--" else _options_behind(command, words, search, cwd=cwd)
+    places, folder = [], None if command.folder is None else Path(command.folder)
+    if name not in SEARCHES:
+        arguments = [*argv[: start + 1], *own, *_examined(command, own=own, cwd=folder or cwd)]
+        return Unfolded(arguments=arguments, folder=folder, environment=command.environment)
     parts = [*_in_file(name, value_given(argv[:start], "--options"), cwd=cwd), *own]
     engine = value_given(parts, "--on") or "here"
-    places, folder = [], None if command.folder is None else Path(command.folder)
     if folder is not None:
         notify(f"Launches run in {folder}, where the command goes.")
         places = kept_places(cwd, folder, given=own)
@@ -192,6 +195,24 @@ def _target(command: LaunchCommand, *, named: bool, cwd: Path) -> list[str]:
     return [*python, *environment, *(["--module"] if command.is_module else []), *target, "--", *command.args]
 
 
+def _examined(command: LaunchCommand, *, own: Sequence[str], cwd: Path) -> list[str]:
+    """Return the options of ``doctor`` that name the interpreter, the script and the ranks of a command."""
+    from optuna_dsat.launch.machine.devices import detect_devices
+    from optuna_dsat.script.settings_file import find_config
+
+    config = command.config or find_config(command.args, cwd=cwd)
+    script = None if command.is_module else command.script
+    gpus = command.ranks if detect_devices().kind == "cuda" else None
+    options = {
+        "--python": command.python,
+        "--script": script,
+        "--ds-config": script and config,
+        "--gpus-per-node": gpus,
+    }
+    given = {name: str(value) for name, value in options.items() if value and value_given(own, name) is None}
+    return [*(word for item in given.items() for word in item), *(["--", *command.args] if script else [])]
+
+
 def _ranks(
     command: LaunchCommand, *, own: Sequence[str], told: Sequence[str], engine: str, cwd: Path
 ) -> tuple[list[str], str | None]:
@@ -287,6 +308,8 @@ class Unfolded:
     """Working directory of the search; None for the present directory."""
     gpus: str | None = None
     """``CUDA_VISIBLE_DEVICES`` of the search; None to keep the present value."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that a command without ``--env`` sets for the script."""
 
     def apply(self) -> list[str]:
         """Change working directory and environment of this process accordingly; return the arguments."""
@@ -294,6 +317,7 @@ class Unfolded:
             enter(self.folder)
         if self.gpus is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = self.gpus
+        os.environ.update(self.environment)
         return list(self.arguments)
 
 
