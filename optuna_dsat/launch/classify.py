@@ -49,7 +49,7 @@ from optuna_dsat.runtime.events import (
 from optuna_dsat.runtime.failure import failure_line
 from optuna_dsat.script.batch_rule import samples_per_rank
 from optuna_dsat.signals import ENDING
-from optuna_dsat.words import bytes_in_words, steps_in_words, things_in_words
+from optuna_dsat.words import bytes_in_words, outcome_in_words, steps_in_words, things_in_words
 
 _EXCERPT_LINES = 20
 """Maximum lines of a traceback in a report; the last lines are kept."""
@@ -352,12 +352,14 @@ def _left_early(facts: LaunchFacts) -> Verdict | None:
 
 def _caught_out_of_memory(facts: LaunchFacts, then: str) -> Verdict | None:
     """Return out of memory if the script caught such an error in a rank with a record of its end, and did ``then``."""
-    worst = max(facts.of(RankFinished), key=lambda end: end.allocation_failures, default=None)
-    if worst is None or not worst.allocation_failures:
+    ends = facts.of(RankFinished)
+    worst = max(ends, key=lambda end: (end.allocation_failures, end.host_allocation_failures), default=None)
+    if worst is None or not (worst.allocation_failures or worst.host_allocation_failures):
         return None
-    times = things_in_words(worst.allocation_failures, "time")
-    message = f"rank {worst.rank}: out of memory {times}: the script caught the error, and {then}"
-    return Verdict(outcome=Outcome.OUT_OF_MEMORY, message=message, rank=worst.rank)
+    outcome = Outcome.OUT_OF_MEMORY if worst.allocation_failures else Outcome.HOST_OUT_OF_MEMORY
+    times = things_in_words(worst.allocation_failures or worst.host_allocation_failures, "time")
+    message = f"rank {worst.rank}: {outcome_in_words(outcome)} {times}: the script caught the error, and {then}"
+    return Verdict(outcome=outcome, message=message, rank=worst.rank)
 
 
 def _batch_differs(facts: LaunchFacts) -> Verdict | None:

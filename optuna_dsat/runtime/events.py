@@ -289,6 +289,8 @@ class RankFinished(Event, kind="rank_finished"):
     """Global steps that the loss scaler skipped."""
     allocation_failures: int = 0
     """Out-of-memory errors of torch on this rank, including errors that the script caught."""
+    host_allocation_failures: int = 0
+    """The same of the host's memory, where the device is a GPU."""
     saves: int = 0
     """Calls of ``save_checkpoint`` that a trial skipped."""
 

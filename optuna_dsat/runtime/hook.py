@@ -434,7 +434,8 @@ class DeepSpeedHook:
         accumulation = self._config.accumulation
         self._plan, self._config = plan, TrialConfig(plan, world_size=self._rank.world_size)
         change_settings(self._engine, plan.changes)
-        self._state.steps = self._state.skipped = self._state.allocation_failures = 0
+        self._state.steps = self._state.skipped = 0
+        self._state.allocation_failures = self._state.host_allocation_failures = 0
         self._state.saves.clear()
         release_cached_memory(self._accelerator)
         self._memory.restart()

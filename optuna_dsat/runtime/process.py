@@ -169,7 +169,10 @@ class _RankProcess:
 
         @patch(os, "_exit")
         def exit_at_once(original: Any, code: int) -> None:
-            if self._state.allocation_failures and not self._is_done and os.getpid() == pid:
+            state = self._state
+            if (handled := sys.exc_info()[1]) is not None:
+                state.note_error(handled)
+            if state.allocation_failures + state.host_allocation_failures and not self._is_done and os.getpid() == pid:
                 with contextlib.suppress(EventWriteError):
                     self._finish(f"exit_code_{code}")
             original(code)
@@ -200,6 +203,7 @@ class _RankProcess:
             raise error
         if isinstance(error, SystemExit):
             code = exit_code(error)
+            self._state.note_error(error)  # the script may call sys.exit where it handles an error
             self._finish(f"exit_code_{code}" if code else "script_end")
             self._limit_exit(code)
             raise error
@@ -219,6 +223,7 @@ class _RankProcess:
                 steps=state.steps,
                 skipped=state.skipped,
                 allocation_failures=state.allocation_failures,
+                host_allocation_failures=state.host_allocation_failures,
                 saves=state.saves.count("save_checkpoint"),
             )
         )

@@ -295,6 +295,11 @@ def test_caught_errors_of_the_allocator_are_out_of_memory() -> None:
     verdict = classify(facts(finished(0, "script_end", 0), caught))
     assert (verdict.outcome, verdict.rank) == (Outcome.OUT_OF_MEMORY, 1)
     assert "out of memory 40 times: the script caught the error" in verdict.message
+    on_host = classify(
+        facts(finished(0, "script_end", 0), replace(caught, allocation_failures=0, host_allocation_failures=2))
+    )
+    assert on_host.outcome is Outcome.HOST_OUT_OF_MEMORY
+    assert "host out of memory 2 times: the script caught the error" in on_host.message
     left = replace(finished(1, "exit_code_1", 0), allocation_failures=1)
     verdict = classify(facts(left, None))
     assert (verdict.outcome, verdict.message) == (

@@ -290,7 +290,7 @@ def test_only_deepspeeds_buffers_are_unlinked(tmp_path: Path) -> None:
 
 def test_out_of_memory_errors_are_counted_though_the_script_catches_them() -> None:
     program = (
-        "import torch\n"
+        "import gc, torch\n"
         "from optuna_dsat.runtime.measure.memory import watch_caught_errors\n"
         "from optuna_dsat.runtime.measure.meter import RankState\n"
         "state = RankState(device='cuda')\n"
@@ -301,7 +301,7 @@ def test_out_of_memory_errors_are_counted_though_the_script_catches_them() -> No
         "        raise error\n"
         "    except Exception as caught:\n"
         "        assert caught.args == error.args\n"
-        "        torch.cuda.empty_cache()\n"
+        "        gc.collect()\n"
         "        torch.cuda.empty_cache()\n"
         "torch.cuda.empty_cache()\n"
         "print(state.allocation_failures)\n"

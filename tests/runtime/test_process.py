@@ -98,14 +98,28 @@ def test_a_script_may_poll_its_input_which_ends_for_the_main_thread_alone(tmp_pa
 
 def test_a_script_that_caught_out_of_memory_and_exits_at_once_leaves_a_record(tmp_path: Path) -> None:
     process = _RankProcess(plan_of(events_dir=str(tmp_path)), rank_of(), forked=False)
-    process._state.allocation_failures = 1
+    process._state.device = "cpu"
     if not (pid := os.fork()):
         process._record_exit_at_once()
-        os._exit(3)
+        try:
+            raise MemoryError
+        except MemoryError:
+            os._exit(3)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
     end = decode_event(events_path(tmp_path, 0).read_text(encoding="utf-8"))
     assert isinstance(end, RankFinished)
     assert (end.reason, end.allocation_failures) == ("exit_code_3", 1)
+
+
+def test_a_script_that_exits_where_it_handles_an_allocators_error_is_out_of_memory(tmp_path: Path) -> None:
+    process = _RankProcess(plan_of(events_dir=str(tmp_path), purpose="full"), rank_of(), forked=False)
+    leaving = SystemExit(0)
+    leaving.__context__ = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.")
+    with pytest.raises(SystemExit):
+        process._end(leaving)
+    end = decode_event(events_path(tmp_path, 0).read_text(encoding="utf-8"))
+    assert isinstance(end, RankFinished)
+    assert (end.reason, end.allocation_failures, end.host_allocation_failures) == ("script_end", 0, 1)
 
 
 def test_a_script_that_stops_the_clock_is_timed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

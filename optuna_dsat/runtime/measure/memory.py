@@ -11,6 +11,7 @@ within a phase).
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import resource
 import sys
@@ -194,11 +195,13 @@ def watch_caught_errors(torch: Any, note: Callable[[BaseException], None]) -> No
         original(self, *args)
         note(self)
 
-    @patch(torch.cuda, "empty_cache")
-    def empty_cache(original: Any) -> None:
-        if (handled := sys.exc_info()[1]) is not None:
-            note(handled)
-        original()
+    for module, name in ((torch.cuda, "empty_cache"), (gc, "collect")):
+
+        @patch(module, name)
+        def free(original: Any, *args: Any, **kwargs: Any) -> Any:
+            if (handled := sys.exc_info()[1]) is not None:
+                note(handled)
+            return original(*args, **kwargs)
 
 
 def support_uuid_visible_devices(accelerator: Any) -> None:

@@ -50,6 +50,8 @@ class RankState:
     """Global steps that the loss scaler skipped."""
     allocation_failures: int = 0
     """Out-of-memory errors of the current trial, which the script may have caught."""
+    host_allocation_failures: int = 0
+    """The same of the host's memory, where the device is a GPU."""
     saves: list[str] = field(default_factory=list)
     """Methods of each checkpoint that the current trial skipped."""
     steps_completed: int | None = None
@@ -78,8 +80,11 @@ class RankState:
 
     def note_error(self, error: BaseException) -> None:
         """Count an error that means out of memory, once; also an allocator's ``RuntimeError``, by its message."""
-        if diagnose(error, phase=self.phase, device=self.device, limited=self.limited).outcome is Outcome.OUT_OF_MEMORY:
-            self.allocation_failures += not any(hasattr(link, _COUNTED) for link in exception_chain(error))
+        outcome = diagnose(error, phase=self.phase, device=self.device, limited=self.limited).outcome
+        if outcome in (Outcome.OUT_OF_MEMORY, Outcome.HOST_OUT_OF_MEMORY):
+            is_new = not any(hasattr(link, _COUNTED) for link in exception_chain(error))
+            self.allocation_failures += is_new and outcome is Outcome.OUT_OF_MEMORY
+            self.host_allocation_failures += is_new and outcome is Outcome.HOST_OUT_OF_MEMORY
             setattr(error, _COUNTED, True)
 
 
