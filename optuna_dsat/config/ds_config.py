@@ -113,6 +113,12 @@ def zero_section(config: Mapping[str, Any]) -> dict[str, Any]:
     return zero
 
 
+def offload_device(section: Mapping[str, Any] | None) -> str:
+    """Return the device of an offload section; ``none`` also for ``"auto"``, for which trainers write their own."""
+    device = (section or {}).get("device")
+    return "none" if device in (None, AUTO) else str(device)
+
+
 def knob_settings(config: Mapping[str, Any], *, zero: Mapping[str, Any]) -> dict[str, Any]:
     """Return a ``zero_optimization`` section together with the knobs of other sections, each under its last key."""
     result = dict(zero)
@@ -320,7 +326,7 @@ def canonical_zero(zero: Mapping[str, Any], params_count: int | None) -> dict[st
             continue
         default = zero_default(key, stage=stage)
         if key in ("offload_optimizer", "offload_param"):
-            if isinstance(value, Mapping) and value.get("device", "none") != "none":
+            if isinstance(value, Mapping) and offload_device(value) != "none":
                 result[key] = {name: item for name, item in value.items() if item != _OFFLOAD_DEFAULTS.get(name)}
         elif key in _SIZES and params_count is not None and isinstance(value, int):
             limit = size_limit(key, params_count)

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from optuna_dsat.config.conditions import WITH_PARAMS_ON_NVME
-from optuna_dsat.config.ds_config import ZERO
+from optuna_dsat.config.ds_config import ZERO, offload_device
 from optuna_dsat.config.knobs import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM
 
 _NONE, _CPU, _NVME = "none", "cpu", "nvme"
@@ -28,7 +28,7 @@ class Structure:
     def of(cls, config: Mapping[str, Any]) -> Structure:
         """Return the structure of a DeepSpeed config; ZeRO 0 without offload if it has no ZeRO section."""
         zero = config.get(ZERO) or {}
-        devices = {key: (zero.get(key) or {}).get("device", _NONE) for key in (OFFLOAD_OPTIMIZER, OFFLOAD_PARAM)}
+        devices = {key: offload_device(zero.get(key)) for key in (OFFLOAD_OPTIMIZER, OFFLOAD_PARAM)}
         stage = zero.get("stage", 0)
         return cls(stage=int(stage) if isinstance(stage, float) else stage, **devices)
 

@@ -218,8 +218,7 @@ def _half_precision(config: Mapping[str, Any]) -> bool | None:
 
 
 def _offload_device(zero: Mapping[str, Any], key: str, stage: int) -> str:
-    section = zero.get(key) or {}
-    device = str(section.get("device", "none"))
+    device = configs.offload_device(zero.get(key))
     if stage == 0 or (key == "offload_param" and stage != 3):
         return "none"
     return "cpu" if device == "nvme" and stage != 3 else device

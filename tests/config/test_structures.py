@@ -40,3 +40,8 @@ def test_the_guides_order_is_a_part_of_the_order_by_memory() -> None:
 
 def test_a_stage_that_is_a_float_is_shown_as_a_number() -> None:
     assert Structure.of({"zero_optimization": {"stage": 2.0}}).words == "ZeRO 2"
+
+
+def test_an_offload_to_auto_counts_as_none() -> None:
+    zero = {"stage": 3, "offload_optimizer": {"device": "auto"}, "offload_param": {"device": "auto"}}
+    assert Structure.of({"zero_optimization": zero}) == Structure(stage=3)
