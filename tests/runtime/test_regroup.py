@@ -130,6 +130,26 @@ def test_several_rows_of_each_sample_are_all_counted() -> None:
     assert samples(torch.zeros(16, 3), configured={1, 8}, loaded=8) == 16
 
 
+IMAGES = [torch.zeros(3, 8, width) for width in (8, 9, 10, 11)]
+
+
+@pytest.mark.parametrize(
+    ("images", "expected"),
+    [
+        (IMAGES, (4, 3 * 8 * 38)),
+        (IMAGES[:1], (1, 3 * 8 * 8)),
+        ([{"image": image, "id": 1} for image in IMAGES], (4, 3 * 8 * 38)),
+        ([torch.zeros(4, 5)] * 4, (4, 20)),  # features of four samples
+    ],
+)
+def test_lists_of_images_are_samples(images: list[Any], expected: tuple[int, int]) -> None:
+    """Detection's images of different sizes were counted by their channels: its batch size was held."""
+    numbers = BatchNumbers(configured={1}, named=set(), loaded=len(images))
+    size = sample_counter(lambda: numbers)(((images, [{"labels": torch.zeros(2)}] * len(images)), {}))
+    assert size is not None
+    assert (size.samples, size.elements) == expected
+
+
 def test_what_has_no_tensor_has_no_size() -> None:
     assert samples({"text": "a"}, configured={1}) is None
 

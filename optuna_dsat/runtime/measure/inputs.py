@@ -108,6 +108,13 @@ def sample_counter(
         if size is None:
             return None if known.loaded is None else InputSize(samples=known.loaded)
         tensor = shaped_tensors(batch)[0]
+        listed = _listed_samples(batch, known.loaded)
+        if any(item is tensor for item in tensors_of(listed)):
+            return InputSize(
+                samples=-(-len(listed) * rows[1] // rows[0]),
+                elements=sum(item.elements for item in map(size_of, listed) if item is not None),
+                are_tokens=size.are_tokens,
+            )
         count, sizes = size.samples, known.configured | known.named | {known.loaded}
         is_sequence = len(tensor.shape) == 3 and "float" in str(getattr(tensor, "dtype", ""))
         if known.packed is not None and rows[0] == rows[1]:
@@ -117,3 +124,19 @@ def sample_counter(
         return replace(size, samples=-(-count * rows[1] // rows[0]))
 
     return counted
+
+
+def _listed_samples(batch: Any, samples: int | None, depth: int = _DEPTH) -> Sequence[Any]:
+    """Return the first list of a tensor or mapping per sample in ``(args, kwargs)``, as for detection; else empty.
+
+    A list of tensors whose leading dimensions are multiples of ``samples`` contains features or views of a batch.
+    """
+    if depth == 0 or not isinstance(batch, (Mapping, list, tuple)):
+        return ()
+    items = [*(batch.values() if isinstance(batch, Mapping) else batch)]
+    if len(items) == samples and not isinstance(batch, Mapping) and depth <= _DEPTH - 2:
+        shapes = [getattr(item, "shape", None) or () for item in items]
+        are_samples = all(shapes) and (samples == 1 or any(shape[0] % samples for shape in shapes))
+        if are_samples or all(isinstance(item, Mapping) for item in items):
+            return items
+    return next(filter(None, (_listed_samples(item, samples, depth - 1) for item in items)), ())
