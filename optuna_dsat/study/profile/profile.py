@@ -337,7 +337,7 @@ def _mapped_defaults(spec: StudySpec, record: LaunchRecord) -> dict[str, int]:
 
 def _failure(spec: StudySpec, report: LaunchReport, record: LaunchRecord) -> DsatError:
     message = report.message + failure_hint(spec, report, record)
-    keys = {*ds_config.flatten(spec.ds_config), *record.config_differences}
+    keys = {*ds_config.flatten(spec.ds_config), *record.config_differences, "DeepSpeedConfigError"}
     explained = report.outcome is Outcome.INVALID_CONFIG and any(key in message for key in keys)
     return ScriptFailedError(
         f"The profile launch ended with {outcome_in_words(report.outcome)}: {message}",
