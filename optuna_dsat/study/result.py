@@ -298,6 +298,7 @@ def result_of(
             batch=batch,
             user_batch=own_batch,
             samples=epoch_samples(spec, profiled),
+            measured_with="" if profiled is None else profiled.profile.optimizer,
             is_chosen=batch == spec.train_batch_size,
             args=spec.script.args,
         ),
@@ -460,12 +461,13 @@ def learning_rate_advice(
     batch: int,
     user_batch: int,
     samples: int | None = None,
+    measured_with: str = "",
     is_chosen: bool = False,
     args: Sequence[str] = (),
 ) -> str | None:
     """Return advice on learning rate and steps for a changed global batch; None if it did not change.
 
-    A batch that the user chose needs no advice on keeping the previous one.
+    A batch that the user chose needs no advice on keeping the previous one. ``measured_with`` is the optimizer's class.
 
     The square root of the ratio for Adam and its variants (Malladi et al. 2022, arXiv:2205.10287), the ratio for SGD
     (Goyal et al. 2017, arXiv:1706.02677). Both are rules of thumb, valid up to a task-dependent batch size.
@@ -476,7 +478,7 @@ def learning_rate_advice(
     root = f"{ratio**0.5:.3g} (the square root of the ratio, for Adam and its kin: arXiv:2205.10287)"
     linear = f"{ratio:.3g} (the ratio, for SGD: arXiv:1706.02677)"
     optimizer = config.get("optimizer") or {}
-    kind = str(optimizer.get("type") or "").lower()
+    kind = str(optimizer.get("type") or measured_with).lower()
     factor = root if kind in _ADAPTIVE else linear if kind == "sgd" else f"{root}, or by {linear}"
     rate = (optimizer.get("params") or {}).get("lr")
     words = f" of {rate:g}" if isinstance(rate, int | float) else ""

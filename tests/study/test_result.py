@@ -241,6 +241,7 @@ def test_a_changed_global_batch_suggests_a_learning_rate(optimizer: dict[str, An
     chosen = learning_rate_advice({"optimizer": optimizer}, batch=64, user_batch=16, is_chosen=True)
     assert chosen == advice.removesuffix(" Keep the batch with --train-batch-size 16.")
     assert learning_rate_advice({"optimizer": optimizer}, batch=16, user_batch=16) is None
+    assert "Adam" not in str(learning_rate_advice({}, batch=64, user_batch=16, measured_with="SGD"))
 
 
 def test_a_deepspeed_config_in_yaml_that_the_script_reads_is_in_the_command(tmp_path: Path) -> None:
