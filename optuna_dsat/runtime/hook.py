@@ -256,12 +256,14 @@ class DeepSpeedHook:
         """Build an engine, the first value that ``build`` returns, with the trial's config and measure it."""
         before, self._state.phase = self._state.phase, "initialize"
         self._unwatch_optimizers()
-        differences = self._apply_overlay(bound.arguments)
+        source = self._apply_overlay(bound.arguments)
+        differences = self._config.differences(source)
         self._change_model(bound.arguments.get("model"))
         started = time.time()
         if differences and self._plan.measures and self._engine is None:
             self._writer.write(ConfigDiffers(rank=self._rank.rank, time=started, differences=differences))
         result = build()
+        differences = self._config.differences(source, ranks=data_parallel_size(result[0]._config))
         self._change_engine(result[0])
         self._state.phase = before
         if self._plan.measures:
@@ -296,7 +298,7 @@ class DeepSpeedHook:
             for name in ENGINE_KNOBS.keys() & settings.keys():
                 ENGINE_KNOBS[name](engine, settings[name])
 
-    def _apply_overlay(self, arguments: dict[str, Any]) -> dict[str, list[Any]]:
+    def _apply_overlay(self, arguments: dict[str, Any]) -> Any:
         """Replace the config among bound arguments of ``deepspeed.initialize`` without mutating the script's objects.
 
         The overlay applies to every engine of a script, but only one engine is measured (``measure/engine.py``). A
@@ -304,7 +306,7 @@ class DeepSpeedHook:
         reject.
 
         Returns:
-            Differences between the script's config and the user's file.
+            The script's config; None if there is none, or two.
         """
         given = [name for name in ("config", "config_params") if arguments.get(name) is not None]
         args = arguments.get("args")
@@ -325,7 +327,7 @@ class DeepSpeedHook:
         elif not given and self._plan.user_config_path:
             source = self._plan.config_path  # the script passes no config: use the tuned file
         else:
-            return {}
+            return None
         arguments.pop("config_params", None)
         config = self._config.apply_overlay(source, client_optimizer=arguments.get("optimizer"))
         if arguments.get("optimizer") is None and "optimizer" not in config:
@@ -334,7 +336,7 @@ class DeepSpeedHook:
         if self._plan.purpose == "profile":
             gather_experts(arguments.get("model"), config)
         arguments["config"] = config
-        return self._config.differences(source)
+        return source
 
     def _wrap_zero_init(self, init_class: Any) -> None:
         """Make ``deepspeed.zero.Init(config_dict_or_path=...)`` use the trial's config; patches the class in place."""

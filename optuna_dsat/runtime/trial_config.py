@@ -141,19 +141,22 @@ class TrialConfig:
         laid = effective_config(given, self._plan.overlay, client_optimizer=client_optimizer)
         return without_monitors(laid) if self._plan.measures else laid
 
-    def differences(self, config: Any) -> dict[str, list[Any]]:
+    def differences(self, config: Any, *, ranks: int | None = None) -> dict[str, list[Any]]:
         """Return the differences between the script's config and the user's file (see ``config_differences``).
 
-        Empty if either file could not be read. Values that look like secrets are left out.
+        Empty if any of them could not be read. Values that look like secrets are left out. ``ranks`` are those that get
+        different data, if known: only an engine has them (pipeline stages share theirs).
         """
-        if self._user is None or self._launch is None:
+        if config is None or self._user is None or self._launch is None:
             return {}
         launch = self._launch
         if not self._plan.user_config_path:  # the script reads no file: only its command-line options follow the launch
             launch = {key: value for key, value in launch.items() if not isinstance(value, Mapping)}
         script = read_config(scripts_own(config) if isinstance(config, Mapping) else config)
         own = config.noted if isinstance(config, LaidConfig) else ()
-        result = config_differences(script, user=self._user, launch=launch, world_size=self._world_size, own=own)
+        result = config_differences(
+            script, user=self._user, launch=launch, world_size=ranks or self._world_size, own=own
+        )
         return {key: values for key, values in result.items() if hidden_data(values, key) == values}
 
     @property

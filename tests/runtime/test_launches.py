@@ -136,7 +136,9 @@ def test_a_pipeline_is_measured_batch_by_batch(start: Starter, warm_ranks: WarmR
     launch = start.torchrun("pipeline.py", str(start.user_config), overlay=overlay, purpose="profile", warm=warm_ranks)
     assert launch.exit_code == 0, launch.output + launch.log("stderr")
     for rank in RANKS:
-        assert launch.of(EngineReady, rank)[0].pipeline
+        engine = launch.of(EngineReady, rank)[0]
+        assert engine.pipeline
+        assert engine.config_differences["gradient_accumulation_steps"][0] == 6  # 12 samples of one data-parallel rank
         assert {(step.samples, step.observed_micro_batch) for step in launch.of(StepMeasured, rank)} == {(6, 2)}
         [profile] = launch.of(ProfileMeasured, rank)
         assert profile.params == 2 * 72
