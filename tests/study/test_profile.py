@@ -393,6 +393,7 @@ def test_a_script_that_insists_on_its_accumulation_steps_is_profiled_with_them_a
     assert {steps for _, steps in sizes[3:]} == {2}
     profiled = Profiled.from_json(profiled_by(bench).to_json())
     assert (profiled.least_micro_batch, profiled.holds_accumulation) == (1, True)
+    assert profiled.measured_with == "your own ZeRO settings and 2 accumulation steps"
 
 
 def test_the_users_own_micro_batch_is_the_one_that_the_script_means(bench: StudyBench) -> None:

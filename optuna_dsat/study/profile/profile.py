@@ -65,8 +65,9 @@ class ProfileAttempt:
 
     @property
     def words(self) -> str:
-        """The ZeRO settings in words."""
-        return "your own ZeRO settings" if self.structure is None else self.structure.words
+        """The ZeRO settings, and accumulation steps beyond 1, in words."""
+        zero = "your own ZeRO settings" if self.structure is None else self.structure.words
+        return zero if self.accumulation == 1 else f"{zero} and {self.accumulation} accumulation steps"
 
     def with_least(self, micro_batch: int, accumulation: int) -> ProfileAttempt:
         """Return the attempt with batch sizes of at least these values."""
