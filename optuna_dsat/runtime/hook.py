@@ -125,7 +125,8 @@ class DeepSpeedHook:
             ),
         }
         for kind in _TRAINERS:
-            hook = kind(plan=self._plan, rank=self._rank, write=self._writer.write, note_fact=facts.update)
+            found = {"note_fact": facts.update, "if_failed": self._state.if_failed.append}
+            hook = kind(plan=self._plan, rank=self._rank, write=self._writer.write, **found)
             watched |= hook.callbacks()
         if self._plan.measures or self._plan.batch_source:
             self._batch_sources.install()

@@ -288,6 +288,8 @@ class _RankProcess:
     def _fail(self, error: BaseException) -> None:
         trace = without_runtime_frames(error.__traceback__, _HERE)
         diagnosis = diagnose(error, phase=self._state.phase, device=self._state.device, limited=self._state.limited)
+        for event in () if self._state.fed else self._state.if_failed:
+            self._writer.write(event)
         self._writer.write(
             RankFailed(
                 rank=self._rank.rank,

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from optuna_dsat.runtime.adapt.trainers import HuggingFaceHook, LightningHook
+from optuna_dsat.runtime.events import TrainerFound
 from tests.harness.ranks import plan_of, rank_of
 
 OWN = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}
@@ -31,7 +32,7 @@ def test_a_config_without_zero_gets_the_section_that_accelerate_insists_on() -> 
     assert HfDeepSpeedConfig({"zero_optimization": {"stage": 2}}).config["zero_optimization"] == {"stage": 2}
 
 
-def hooked(**overlay: Any) -> Any:
+def hooked(if_failed: Any = print, **overlay: Any) -> Any:
     """Return a class of arguments, patched as in a measured launch."""
 
     @dataclass
@@ -48,7 +49,7 @@ def hooked(**overlay: Any) -> Any:
         def __post_init__(self) -> None:
             pass
 
-    hook = HuggingFaceHook(plan=plan_of(overlay=overlay), rank=rank_of(), write=print)
+    hook = HuggingFaceHook(plan=plan_of(overlay=overlay), rank=rank_of(), write=print, if_failed=if_failed)
     hook._arguments_imported(SimpleNamespace(TrainingArguments=Arguments))
     return Arguments
 
@@ -75,6 +76,13 @@ def test_a_copy_has_the_scripts_own_batch_sizes(overlay: dict[str, Any]) -> None
         assert arguments._dsat_script_values == (4, 8, False)
         assert arguments.per_device_train_batch_size == overlay.get("train_micro_batch_size_per_gpu", 4)
         assert arguments.gradient_accumulation_steps == overlay.get("gradient_accumulation_steps", 8)
+
+
+def test_a_launch_that_ends_at_its_arguments_has_the_scripts_batch_sizes() -> None:
+    """As GRPO does, whose batch is a multiple of its generations: the profile's micro-batch of 1 was refused."""
+    found: list[TrainerFound] = []
+    hooked(found.append, train_micro_batch_size_per_gpu=1)(**OWN)
+    assert [(event.micro_batch, event.gradient_accumulation_steps) for event in found] == [(4, 8)]
 
 
 def test_arguments_agree_with_a_launch_in_bf16_and_else_keep_their_precision() -> None:

@@ -402,7 +402,11 @@ def test_the_users_own_micro_batch_is_the_one_that_the_script_means(bench: Study
     spec = bench.spec()
     left = {key: value for key, value in spec.ds_config.items() if key != "train_micro_batch_size_per_gpu"}
     assert profile.own_batch(spec.model_copy(update={"ds_config": left}), record).micro_batch == 6
-    assert profile.own_batch(spec, SimpleNamespace(engine=None)).micro_batch == 1  # type: ignore[arg-type]
+    failed: Any = SimpleNamespace(engine=None, trainer=None, batch_sources=None)
+    assert profile.own_batch(spec, failed).micro_batch == 1
+    sizes = {"micro_batch": 3, "gradient_accumulation_steps": 2}
+    failed.trainer = TrainerFound(rank=0, time=1.0, framework="transformers", options={}, **sizes)
+    assert profile.own_batch(spec.model_copy(update={"ds_config": {}}), failed).micro_batch == 3
 
 
 def test_the_seconds_of_the_profile_launch_outside_its_steps_are_kept(bench: StudyBench) -> None:

@@ -42,12 +42,18 @@ class TrainerHook:
         rank: Rank,
         write: Callable[[Event], None],
         note_fact: Callable[..., None] = lambda **_: None,
+        if_failed: Callable[[Event], None] = lambda _: None,
     ) -> None:
-        """``note_fact`` gets fields of ``EngineReady`` that are known before the engine."""
+        """Patch nothing yet.
+
+        ``note_fact`` gets fields of ``EngineReady`` that are known before the engine, and ``if_failed`` events that
+        count only if the script fails before it trains.
+        """
         self._plan = plan
         self._rank = rank
         self._write = write
         self._note_fact = note_fact
+        self._if_failed = if_failed
         self._reported = False
 
     def callbacks(self) -> dict[str, Callable[[Any], None]]:
@@ -64,17 +70,18 @@ class TrainerHook:
         """Record the trainer with the script's values, once; return whether this was the first call."""
         is_first, self._reported = not self._reported, True
         if is_first:
-            self._write(
-                TrainerFound(
-                    rank=self._rank.rank,
-                    time=time.time(),
-                    framework=self.framework,
-                    micro_batch=micro_batch,
-                    gradient_accumulation_steps=accumulation,
-                    options=options,
-                )
-            )
+            self._write(self._found(micro_batch=micro_batch, accumulation=accumulation, options=options))
         return is_first
+
+    def _found(self, *, micro_batch: int | None, accumulation: int, options: Mapping[str, str]) -> TrainerFound:
+        return TrainerFound(
+            rank=self._rank.rank,
+            time=time.time(),
+            framework=self.framework,
+            micro_batch=micro_batch,
+            gradient_accumulation_steps=accumulation,
+            options=options,
+        )
 
 
 TRAINER_FIELDS = {MICRO_BATCH: "per_device_train_batch_size", GRADIENT_ACCUMULATION: "gradient_accumulation_steps"}
@@ -214,7 +221,8 @@ class HuggingFaceHook(TrainerHook):
     def _arguments_imported(self, module: Any) -> None:
         @patch(module.TrainingArguments, "__post_init__")
         def post_init(original: Any, arguments: Any, *args: Any, **kwargs: Any) -> None:
-            arguments._dsat_script_values = self._script_values(arguments)
+            arguments._dsat_script_values = own = self._script_values(arguments)
+            self._if_failed(self._found(micro_batch=own[0], accumulation=own[1], options={}))
             self._set_arguments(arguments)
             if self._plan.measures:
                 self._disable_evaluation_and_saving(arguments)

@@ -62,6 +62,8 @@ class RankState:
     """Whether this rank's host memory is limited."""
     script_facts: dict[str, Any] = field(default_factory=dict)
     """Fields of ``EngineReady`` that the runtime has found out about the script."""
+    if_failed: list[Event] = field(default_factory=list)
+    """Events to write only if this rank fails before it trains."""
     fed: int = 0
     """Number of training inputs of the engine or its module."""
     fed_size: int = 0

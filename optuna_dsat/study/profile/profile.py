@@ -248,24 +248,25 @@ def _request(spec: StudySpec, attempt: ProfileAttempt, *, number: int) -> Launch
 
 
 def own_batch(spec: StudySpec, record: LaunchRecord) -> ds_config.BatchTriangle:
-    """Return the user's batch sizes if a launch had an engine, else batch sizes of 1.
+    """Return the user's batch sizes if a launch had an engine or a trainer's arguments, else batch sizes of 1.
 
     Some models do not train on a single sample (batch normalisation of a single value per channel, contrastive losses).
     Some scripts compare the engine's accumulation steps with their own, or inspect gradients between updates.
     """
     engine = record.engine
-    if engine is None:
+    if engine is None and record.trainer is None:
         return ds_config.BatchTriangle(train_batch_size=1, micro_batch=1, gradient_accumulation_steps=1)
+    ranks = spec.data_parallel_ranks if engine is None else engine.data_parallel_size
     meant = follow_script(
         spec,
-        differences=engine.config_differences,
+        differences={} if engine is None else engine.config_differences,
         trainer=None if record.trainer is None else ScriptTrainer.from_event(record.trainer),
         defaults=_mapped_defaults(spec, record),
         batch=None,
-        ranks=engine.data_parallel_size,
+        ranks=ranks,
     )
-    config, _ = user_config(meant, data_parallel_size=engine.data_parallel_size)
-    return ds_config.batch_triangle(config, world_size=engine.data_parallel_size)
+    config, _ = user_config(meant, data_parallel_size=ranks)
+    return ds_config.batch_triangle(config, world_size=ranks)
 
 
 def _check_data(record: LaunchRecord, *, smallest: int) -> None:
