@@ -107,6 +107,12 @@ class WarmRanks:
         )
         return agent.wait(), directory.agent_log.read_text(encoding="utf-8")
 
+    def train_engines(self, script: Path, asked: Sequence[Any], folder: Path) -> Any:
+        """Run a script that trains several engines, unmeasured; return the JSON that it prints for what is asked."""
+        launch = Starter(folder).torchrun(script, json.dumps(asked), warm=self, purpose="full")
+        assert launch.exit_code == 0, launch.output[-3000:] + launch.log("stderr")[-3000:]
+        return json.loads(launch.log("stdout").strip().splitlines()[-1])
+
     def close(self) -> None:
         self._warm.close()
 
@@ -154,6 +160,7 @@ class Starter:
         )
         (self.folder / "launch.json").write_text(json.dumps(asdict(described)), encoding="utf-8")
         return {
+            "TORCH_EXTENSIONS_DIR": str(ROOT / ".cache" / "torch_extensions"),
             **os.environ,
             LAUNCH_ENV: str(self.folder / "launch.json"),
             "DS_ACCELERATOR": "cpu",
@@ -161,7 +168,6 @@ class Starter:
             "OMP_NUM_THREADS": "1",
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),
-            "TORCH_EXTENSIONS_DIR": str(ROOT / ".cache" / "torch_extensions"),
         }
 
     def torchrun(

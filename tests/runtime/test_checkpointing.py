@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
-import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +15,7 @@ from torch import Tensor, nn
 import optuna_dsat
 from optuna_dsat.runtime.adapt.checkpointing import CheckpointingError
 from optuna_dsat.runtime.measure.blocks import BlockWatch, repeated_blocks
+from tests.harness.ranks import WarmRanks
 from tests.runtime.checkpointed_engines import BLOCKS, HIDDEN, Block, Model, gpt2
 
 SCRIPT = Path(__file__).with_name("checkpointed_engines.py")
@@ -50,13 +47,9 @@ MODELS: tuple[tuple[int, dict[str, Any], str], ...] = (
 
 
 @pytest.mark.torchrun
-def test_a_checkpointed_model_trains_alike_at_every_stage() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(SCRIPT)]
+def test_a_checkpointed_model_trains_alike_at_every_stage(warm_ranks: WarmRanks, tmp_path: Path) -> None:
     asked = [{"config": config(stage, **zero), "kind": kind} for stage, zero, kind in MODELS]
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[2])}
-    done = subprocess.run([*command, json.dumps(asked)], env=environment, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-3000:]
-    results = json.loads(done.stdout.strip().splitlines()[-1])
+    results = warm_ranks.train_engines(SCRIPT, asked, tmp_path)
     for model, result in zip(MODELS, results, strict=True):
         (losses, norm, kept), *others = result.values()
         assert len(set(losses)) == len(losses), model

@@ -5,10 +5,6 @@ Page-locked memory and updates on a GPU show on a GPU only.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +17,7 @@ from optuna_dsat.config.knobs import LEAF_MODULE, OFFLOAD_OPTIMIZER, OFFLOAD_RAT
 from optuna_dsat.config.space_builder import SpaceRequest, build_space
 from optuna_dsat.runtime.measure import blocks
 from optuna_dsat.runtime.measure.blocks import RoutingWatch, expert_modules, gather_experts
+from tests.harness.ranks import WarmRanks
 
 SCRIPT = Path(__file__).with_name("exact_engines.py")
 BASE: dict[str, Any] = {
@@ -52,27 +49,41 @@ def config(stage: int, **knobs: Any) -> dict[str, Any]:
     return {key: value for key, value in result.items() if value is not None}
 
 
-def trained(*items: dict[str, Any]) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(SCRIPT)]
-    root = str(SCRIPT.parents[2])
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
-    done = subprocess.run([*command, json.dumps(items)], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    result: list[dict[str, Any]] = json.loads(done.stdout.strip().splitlines()[-1])
-    assert len(set(result[0]["losses"])) == len(result[0]["losses"])
-    return result
+OFFLOADED = {OFFLOAD_OPTIMIZER: "cpu"}
+EXACT = {
+    "bf16": {"enabled": False},
+    "optimizer": {"type": "AdamW", "params": {**BASE["optimizer"]["params"], "torch_adam": True}},
+}
+MIXTURE = {"mixture": True}
+ASKED: dict[str, dict[str, Any]] = {
+    "plain": {"config": config(2)},
+    "owners": {"config": config(2, use_multi_rank_bucket_allreduce=False)},
+    "offloaded": {"config": config(2, **OFFLOADED)},
+    "spread": {"config": config(2, **OFFLOADED, round_robin_gradients=True)},
+    "unpinned": {"config": config(2, **OFFLOADED, **{PIN_MEMORY: False})},
+    "zenflow": {
+        "config": ds_config.merge(config(2, **OFFLOADED), {"zero_optimization": {"zenflow": ZENFLOW_SECTION}}),
+    },
+    **{f"ratio {ratio:g}": {"config": config(3, **OFFLOADED, **{OFFLOAD_RATIO: ratio})} for ratio in (1.0, 0.5, 0.25)},
+    "mixture": {"config": BASE | EXACT} | MIXTURE,
+    "gathered": {"config": config(3, **{LEAF_MODULE: True}) | EXACT} | MIXTURE,
+    "profiled": {"config": config(3) | EXACT, "profiled": True} | MIXTURE,
+}
+
+
+@pytest.fixture(scope="module")
+def trained(warm_ranks: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Train with each of these in one launch."""
+    folder = tmp_path_factory.mktemp("exact")
+    results: list[dict[str, Any]] = warm_ranks.train_engines(SCRIPT, [*ASKED.values()], folder)
+    assert len(set(results[0]["losses"])) == len(results[0]["losses"])
+    return dict(zip(ASKED, results, strict=True))
 
 
 @pytest.mark.torchrun
-def test_zero_2_reads_its_knobs_and_trains_alike() -> None:
-    offload = {OFFLOAD_OPTIMIZER: "cpu"}
-    plain, owners, offloaded, spread, unpinned = trained(
-        {"config": config(2)},
-        {"config": config(2, use_multi_rank_bucket_allreduce=False)},
-        {"config": config(2, **offload)},
-        {"config": config(2, **offload, round_robin_gradients=True)},
-        {"config": config(2, **offload, **{PIN_MEMORY: False})},
-    )
+def test_zero_2_reads_its_knobs_and_trains_alike(trained: dict[str, dict[str, Any]]) -> None:
+    names = ("plain", "owners", "offloaded", "spread", "unpinned")
+    plain, owners, offloaded, spread, unpinned = (trained[name] for name in names)
     assert owners["losses"] == plain["losses"]
     assert "reduce" not in plain["collectives"]
     assert owners["collectives"]["reduce"][0] > 0
@@ -83,40 +94,29 @@ def test_zero_2_reads_its_knobs_and_trains_alike() -> None:
 
 
 @pytest.mark.torchrun
-def test_zenflow_counts_as_a_step_what_it_updates_at_a_time() -> None:
+def test_zenflow_counts_as_a_step_what_it_updates_at_a_time(trained: dict[str, dict[str, Any]]) -> None:
     """``loss_check`` compares the losses of every so many steps of the script."""
-    plain = config(2, **{OFFLOAD_OPTIMIZER: "cpu"})
-    late = ds_config.merge(plain, {"zero_optimization": {"zenflow": ZENFLOW_SECTION}})
-    own, zenflow = trained({"config": plain}, {"config": late})
+    own, zenflow = trained["offloaded"], trained["zenflow"]
     assert (own["accumulation"], zenflow["accumulation"]) == (1, ZENFLOW_SECTION["update_interval"])
     assert own["losses"] != zenflow["losses"]
 
 
 @pytest.mark.torchrun
-def test_zero_3_leaves_a_share_of_the_sub_groups_to_the_device() -> None:
-    whole, half, quarter = trained(
-        *({"config": config(3, **{OFFLOAD_OPTIMIZER: "cpu", OFFLOAD_RATIO: ratio})} for ratio in (1.0, 0.5, 0.25))
-    )
+def test_zero_3_leaves_a_share_of_the_sub_groups_to_the_device(trained: dict[str, dict[str, Any]]) -> None:
+    whole = trained["ratio 1"]
     assert whole["groups"] >= 4
     assert not whole["updated_by_torch"]
-    for share in (half, quarter):
+    for share in (trained["ratio 0.5"], trained["ratio 0.25"]):
         assert share["updated_by_torch"]
         assert share["losses"] == pytest.approx(whole["losses"], rel=1e-3)
 
 
 @pytest.mark.torchrun
-def test_a_mixture_of_experts_is_a_leaf_of_zero_3() -> None:
-    exact = {"bf16": {"enabled": False}}
-    torch_adam = {"type": "AdamW", "params": {**BASE["optimizer"]["params"], "torch_adam": True}}
-    (whole,) = trained({"config": BASE | exact | {"optimizer": torch_adam}, "mixture": True})
+def test_a_mixture_of_experts_is_a_leaf_of_zero_3(trained: dict[str, dict[str, Any]]) -> None:
+    whole = trained["mixture"]
     assert (whole["routing"], whole["leaves"]) == (["Mixture"], [])
-    leaf, other = config(3, **{LEAF_MODULE: True}), config(3)
-    assert "leaf_module" not in other["zero_optimization"]
-    gathered, profiled = trained(
-        {"config": leaf | exact | {"optimizer": torch_adam}, "mixture": True},
-        {"config": other | exact | {"optimizer": torch_adam}, "mixture": True, "profiled": True},
-    )
-    for result in (gathered, profiled):
+    assert "leaf_module" not in ASKED["profiled"]["config"]["zero_optimization"]
+    for result in (trained["gathered"], trained["profiled"]):
         assert (result["routing"], result["leaves"]) == (["Mixture"], ["Mixture"])
         assert result["losses"] == pytest.approx(whole["losses"], rel=1e-5)
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 from fractions import Fraction
 from pathlib import Path
@@ -18,6 +15,7 @@ from optuna_dsat.config.knobs import KNOBS
 from optuna_dsat.runtime.measure import live
 from optuna_dsat.runtime.measure.engine import data_parallel_size
 from optuna_dsat.runtime.measure.live import SETTERS, NotLiveError, Transition, await_order, change_settings, order_next
+from tests.harness.ranks import WarmRanks
 
 LIVE_KNOBS = {knob.name: knob.live for knob in KNOBS if knob.live}
 SCRIPT = Path(__file__).with_name("live_engines.py")
@@ -72,15 +70,11 @@ STRUCTURES: tuple[tuple[int, dict[str, Any]], ...] = ((1, {}), (2, {}), (2, OFFL
 
 
 @pytest.mark.torchrun
-def test_a_changed_engine_is_as_a_fresh_one() -> None:
+def test_a_changed_engine_is_as_a_fresh_one(warm_ranks: WarmRanks, tmp_path: Path) -> None:
     changes = [(f"ZeRO {stage} {zero}: {name}", before, after)
                for stage, zero in STRUCTURES for name, before, after in changes_at(stage, **zero)]  # fmt: skip
     assert len(changes) > 3 * len(STRUCTURES)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(SCRIPT)]
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[2])}
-    done = subprocess.run([*command, json.dumps(changes)], env=environment, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-3000:]
-    compared: list[list[Any]] = json.loads(done.stdout.strip().splitlines()[-1])
+    compared: list[list[Any]] = warm_ranks.train_engines(SCRIPT, changes, tmp_path)
     assert len(compared) == len(changes)
     for name, equal, collectives, of_fresh in compared:
         assert equal, name
