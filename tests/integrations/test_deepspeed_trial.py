@@ -36,8 +36,8 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def train(folder: Path, entry: str, into: str, *more: str, code: int = 0, **environ: str) -> str:
-    arguments = ("train", entry, "ds_config.json", *TRAINED, *PERIODS, "--checkpoint-dir", into, *more)
+def train(folder: Path, *more: str, code: int = 0, **environ: str) -> str:
+    arguments = ("train", "interrupted:ByHand", "ds_config.json", *TRAINED, *PERIODS, "--checkpoint-dir", "runs", *more)
     output, _ = Command(folder, *arguments, environ=environ).finish(code=code)
     return output
 
@@ -69,26 +69,22 @@ def test_a_definition_is_tuned_up_to_the_command_that_trains_it(folder: Path) ->
 
 
 def test_training_goes_on_after_a_kill_with_the_same_losses(folder: Path) -> None:
-    printed = train(folder, "model_def:MyTrial", "whole")
-    whole = lines(folder / "whole" / "metrics.jsonl")
-    assert [json.loads(line) for line in printed.splitlines() if line.startswith("{")] == whole
-    assert [(line["kind"], line["steps_completed"]) for line in whole if line["kind"] == "validation"] == [
-        ("validation", 5),
-        ("validation", 10),
-    ]
-    assert whole[0]["records"] == 16
-
-    train(folder, "interrupted:ByHand", "runs", code=137, KILL_AT="6", DET_MANUAL_INIT_DISTRIBUTED="1")
+    train(folder, code=137, KILL_AT="6", DET_MANUAL_INIT_DISTRIBUTED="1")
     runs = folder / "runs"
     assert [path.name for path in sorted(runs.glob("batches-*"))] == ["batches-00000004"]
     killed = lines(runs / "metrics.jsonl")
-    assert killed[-1]["steps_completed"] == 6
+    assert killed[0]["records"] == 16
     (runs / "batches-00000008.partial").mkdir()
     with (runs / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"kind": "trai')
 
-    train(folder, "interrupted:ByHand", "runs", "--resume", OPTUNA_DSAT_MANUAL_INIT_DISTRIBUTED="1")
-    assert lines(runs / "metrics.jsonl") == whole
+    printed = train(folder, "--resume", OPTUNA_DSAT_MANUAL_INIT_DISTRIBUTED="1")
+    whole = lines(runs / "metrics.jsonl")
+    steps = [(kind, step) for step in range(1, 11) for kind in ("training", "validation")[: 2 if step % 5 == 0 else 1]]
+    assert [(line["kind"], line["steps_completed"]) for line in whole] == steps
+    assert whole[: len(killed)] == killed, "batches after the checkpoint have the losses of the first time"
+    shown = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    assert shown == [line for line in whole if line["steps_completed"] > 4]
     assert [path.name for path in sorted(runs.glob("batches-*"))] == [
         *("batches-00000004", "batches-00000008", "batches-00000010"),
     ]
