@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import shutil
-import subprocess
-import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.harness.commands import Command
+from tests.harness.ranks import Starter, WarmRanks
 
 pytestmark = pytest.mark.torchrun
 
@@ -91,28 +88,11 @@ def test_training_goes_on_after_a_kill_with_the_same_losses(folder: Path) -> Non
 
 
 @pytest.fixture(scope="module")
-def scenarios(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def scenarios(tmp_path_factory: pytest.TempPathFactory, warm_ranks: WarmRanks) -> Path:
     """Run ``scenarios.py`` once; return the folder with its results."""
     folder = tmp_path_factory.mktemp("scenarios")
-    environ: Mapping[str, str] = {
-        **os.environ,
-        "DS_ACCELERATOR": "cpu",
-        "LOCAL_SIZE": "2",
-        "OMP_NUM_THREADS": "1",
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(ROOT / ".cache" / "torch_extensions")),
-    }
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run(
-        [*torchrun, str(SCRIPTS / "scenarios.py"), str(folder)],
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    launch = Starter(folder).torchrun("scenarios.py", str(folder), purpose="full", warm=warm_ranks)
+    assert launch.exit_code == 0, launch.output + launch.log("stderr")
     return folder
 
 
