@@ -90,24 +90,25 @@ def test_a_trainer_set_up_in_code_runs_the_trial_and_nothing_beside(tmp_path: Pa
 
 
 @pytest.mark.parametrize("by", ["environment", "code"])
-def test_accelerates_plugin_follows_the_trial(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str, warm_ranks: WarmRanks
-) -> None:
+def test_accelerates_plugin_follows_the_trial(tmp_path: Path, by: str, warm_ranks: WarmRanks) -> None:
     config = {**config_of("accelerate"), "gradient_accumulation_steps": "auto"}
     config["zero_optimization"]["stage"] = "auto"
     start = Starter(tmp_path, config)
     arguments = ["--batch-size", "4", "--samples", "256", "--accumulate", "2"]
+    environ = {}
     if by == "environment":
-        monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-        monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(start.user_config))
-        monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "8")
+        environ = {
+            "ACCELERATE_USE_DEEPSPEED": "true",
+            "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(start.user_config),
+            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "8",
+        }
     else:
         arguments += ["--zero-stage", "2"]
+    path = EXAMPLES / "accelerate" / "train.py"
+    text = f"import os, runpy\nos.environ.update({environ})\nrunpy.run_path({str(path)!r}, run_name='__main__')\n"
     chosen = overlay(stage=1, micro_batch=4, accumulation=3)
     chosen["zero_optimization"]["reduce_bucket_size"] = 5000
-    launch = start.torchrun(
-        EXAMPLES / "accelerate" / "train.py", *arguments, overlay=chosen, warm=warm_ranks if by == "code" else None
-    )
+    launch = start.torchrun(script(start, text), *arguments, overlay=chosen, warm=warm_ranks)
     check(launch, stage=1, micro_batch=4, accumulation=3)
     assert not launch.of(EngineReady)[0].joins_ranks, "the script names a backend"
     result = launch.of(EngineReady)[0].config_differences

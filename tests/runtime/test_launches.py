@@ -23,13 +23,14 @@ pytestmark = pytest.mark.torchrun
 RANKS = (0, 1)
 
 
-def test_a_dict_config_gets_the_overlay_and_every_step_is_recorded(start: Starter) -> None:
+def test_a_dict_config_gets_the_overlay_and_every_step_is_recorded(start: Starter, warm_ranks: WarmRanks) -> None:
     overlay = {
         "train_micro_batch_size_per_gpu": 3,
         "gradient_accumulation_steps": 2,
         "zero_optimization": {"stage": 0},
     }
-    launch = start.torchrun("configured.py", "--by=dict", f"--deepspeed_config={start.user_config}", overlay=overlay)
+    arguments = ("--by=dict", f"--deepspeed_config={start.user_config}")
+    launch = start.torchrun("configured.py", *arguments, overlay=overlay, warm=warm_ranks)
     assert launch.exit_code == 0, launch.output
     for rank in RANKS:
         kinds = [event.kind for event in launch.events(rank)]
