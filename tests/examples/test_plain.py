@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +12,9 @@ from optuna_dsat.config.space_builder import SpaceRequest, build_space
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import EngineReady
 from tests.harness.commands import Command
+from tests.harness.ranks import Starter, WarmRanks
 
-from .conftest import CONFIG, ROOT, Launch, copy_example, environment
+from .conftest import CONFIG, ROOT, Launch, copy_example
 
 pytestmark = pytest.mark.torchrun
 EXAMPLE = "plain"
@@ -23,11 +22,12 @@ EXAMPLE = "plain"
 PARAMETERS = 16 * 32 + 32 + 32 * 32 + 32 + 32 + 1
 
 
-def test_the_flags_of_deepspeed_and_a_checkpoint_that_is_loaded_and_kept(example: Path, launch: Launch) -> None:
-    plain = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "by_flag.py"]
+def test_the_flags_of_deepspeed_and_a_checkpoint_that_is_loaded_and_kept(
+    example: Path, launch: Launch, warm_ranks: WarmRanks
+) -> None:
     flags = ("--deepspeed", "--deepspeed_config", CONFIG)
-    environ = {**environment(), "DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "2"}
-    subprocess.run([*plain, *flags, "--steps", "2"], cwd=example, env=environ, check=True, capture_output=True)
+    start = Starter(example, user_file.load(example / CONFIG).raw)
+    start.torchrun(example / "by_flag.py", *flags, "--steps", "2", purpose="full", warm=warm_ranks)
     assert (example / "checkpoints" / "latest").read_text() == "global_step2"
     overlay = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 2}}
     launched = launch("by_flag.py", *flags, "--resume", overlay=overlay, end_profile_step=4)
