@@ -6,7 +6,6 @@ Imports neither. Modules imported later (transformers, accelerate) get the wrapp
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import os
 import sys
@@ -14,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from fractions import Fraction
+from functools import partial
 from operator import index
 from pathlib import Path
 from types import ModuleType
@@ -112,21 +112,22 @@ class DeepSpeedHook:
 
     def install(self) -> None:
         """Start watching the script's imports."""
-        facts = self._state.script_facts
+        rank, note_fact = self._rank, self._state.script_facts.update
         watched: dict[str, Callable[[ModuleType], None]] = {
             "torch": self._torch_imported,
             "deepspeed": self._deepspeed_imported,
-            "torch.distributed": join_group(self._rank),
-            "torch.multiprocessing": functools.partial(
-                spawn_in_place, rank=self._rank, on_spawn=functools.partial(facts.update, starts_ranks=True)
-            ),
-            "accelerate.state": functools.partial(
-                join_ranks, rank=self._rank, on_join=functools.partial(facts.update, joins_ranks=True)
-            ),
+            "torch.distributed": join_group(rank),
+            "torch.multiprocessing": partial(spawn_in_place, rank=rank, on_spawn=partial(note_fact, starts_ranks=True)),
+            "accelerate.state": partial(join_ranks, rank=rank, on_join=partial(note_fact, joins_ranks=True)),
         }
         for kind in _TRAINERS:
-            found = {"note_fact": facts.update, "if_failed": self._state.if_failed.append}
-            hook = kind(plan=self._plan, rank=self._rank, write=self._writer.write, **found)
+            hook = kind(
+                plan=self._plan,
+                rank=rank,
+                note_fact=note_fact,
+                write=self._writer.write,
+                if_failed=self._state.if_failed.append,
+            )
             watched |= hook.callbacks()
         if self._plan.measures or self._plan.batch_source:
             self._batch_sources.install()
@@ -135,10 +136,10 @@ class DeepSpeedHook:
             watched["torch.optim.optimizer"] = self._optimizers_imported
         if self._plan.trackers_dir:
             folder = Path(self._plan.trackers_dir) / "tensorboard"
-            redirect = functools.partial(redirect_tensorboard, folder=folder)
+            redirect = partial(redirect_tensorboard, folder=folder)
             watched["torch.utils.tensorboard.writer"] = redirect
             watched["tensorboardX.writer"] = redirect
-            watched["accelerate.tracking"] = functools.partial(redirect_accelerates_tensorboard, folder=folder)
+            watched["accelerate.tracking"] = partial(redirect_accelerates_tensorboard, folder=folder)
         ImportWatch(watched).install()
 
     @property
@@ -437,9 +438,7 @@ class DeepSpeedHook:
         accumulation = self._config.accumulation
         self._plan, self._config = plan, TrialConfig(plan, world_size=self._rank.world_size)
         change_settings(self._engine, plan.changes)
-        self._state.steps = self._state.skipped = 0
-        self._state.allocation_failures = self._state.host_allocation_failures = 0
-        self._state.saves.clear()
+        self._state.restart()
         release_cached_memory(self._accelerator)
         self._memory.restart()
         self._writer.write(self._engine_ready(self._engine, 0.0, self._differences))

@@ -135,7 +135,7 @@ def _listed_samples(batch: Any, samples: int | None, depth: int = _DEPTH) -> Seq
         return ()
     items = [*(batch.values() if isinstance(batch, Mapping) else batch)]
     if len(items) == samples and not isinstance(batch, Mapping) and depth <= _DEPTH - 2:
-        shapes = [getattr(item, "shape", None) or () for item in items]
+        shapes: list[Sequence[int]] = [getattr(item, "shape", None) or () for item in items]
         are_samples = all(shapes) and (samples == 1 or any(shape[0] % samples for shape in shapes))
         if are_samples or all(isinstance(item, Mapping) for item in items):
             return items

@@ -80,6 +80,11 @@ class RankState:
         """Number of training inputs that fit in memory."""
         return self.fed - self.allocation_failures
 
+    def restart(self) -> None:
+        """Forget what is counted per trial."""
+        self.steps = self.skipped = self.allocation_failures = self.host_allocation_failures = 0
+        self.saves.clear()
+
     def note_error(self, error: BaseException) -> None:
         """Count an error that means out of memory, once; also an allocator's ``RuntimeError``, by its message."""
         outcome = diagnose(error, phase=self.phase, device=self.device, limited=self.limited).outcome
