@@ -124,3 +124,13 @@ def test_show_report_and_notes_say_so(
     speed = winner.user_attrs[attributes.METRICS]["tokens_per_s"]
     assert f"| {literal('tokens_per_s')} | {metric_in_words('tokens_per_s', speed)} |" in note
     assert f"| {literal('steps_completed')} | {RESUMED + SKIPS + 8} |" in note
+
+
+def test_of_many_steps_some_are_reported_and_the_last(bench: StudyBench) -> None:
+    spec = bench.spec(end_profile_step=400, max_trials=1, confirm=0)
+    bench.run(spec, Hill())
+    [trial] = bench.study().trials
+    first = spec.start_profile_step
+    assert list(trial.intermediate_values)[:50] == list(range(first, first + 50))
+    assert len(trial.intermediate_values) < 200
+    assert max(trial.intermediate_values) == 400

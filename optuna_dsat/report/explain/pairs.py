@@ -161,12 +161,14 @@ def _measurements(trials: Sequence[FrozenTrial], rounds: Rounds, *, maximize: bo
 def _step_variance(trial: FrozenTrial, *, is_rate: bool) -> float:
     """Return the variance of a metric's logarithm due to the spread of its counted steps; 0 for fewer than two steps.
 
-    After each counted step a trial reports the metric over all steps so far: their mean time, or a rate proportional to
-    its inverse.
+    A trial reports the metric over all counted steps so far, after each of them or some: their mean time, or a rate
+    proportional to its inverse.
     """
-    reported = np.array([trial.intermediate_values[step] for step in sorted(trial.intermediate_values)])
+    steps = np.array(sorted(trial.intermediate_values))
+    reported = np.array([trial.intermediate_values[step] for step in steps])
     if len(reported) < 2 or reported.min() <= 0:
         return 0.0
-    means = 1 / reported if is_rate else reported
-    steps = np.diff(means * np.arange(1, len(means) + 1), prepend=0.0)
-    return float(np.var(steps, ddof=1) / len(steps) / means[-1] ** 2)
+    means, counts = 1 / reported if is_rate else reported, steps - steps[0] + 1
+    sizes = np.diff(counts, prepend=0)
+    deviations = np.diff(means * counts, prepend=0.0) / sizes - means[-1]
+    return float(np.sum(sizes * deviations**2) / (len(steps) - 1) / counts[-1] / means[-1] ** 2)

@@ -35,6 +35,9 @@ _POLL_S = 0.5
 _STEP_TOLERANCE = 0.01
 """A trial ends once the relative error of its step time is below this."""
 
+_REPORTS = 50
+"""Counted steps of which each is reported; of n more, every ``n // 50``-th is, as each report reads all before it."""
+
 _EXIT_WAIT_S = 5.0
 """Longest wait for exiting processes at the end of a search, in seconds."""
 
@@ -208,13 +211,15 @@ class Tuner:
     def _report(self, flight: Flight, step: GlobalStep) -> None:
         """Report a counted step, and end the launch if it is pruned or its step time is known."""
         self._context.show_step(step, flight.trial.number, peak_bytes=flight.record.peak_bytes)
-        if step.step < self._spec.start_profile_step:
+        counted = step.step - self._spec.start_profile_step + 1
+        is_last = step.step >= flight.request.end_profile_step
+        if counted < 1 or (counted % max(1, counted // _REPORTS) and not is_last):
             return
         metrics = self._recorder.metrics(flight)
         if step.step not in flight.reported:
             flight.reported.add(step.step)
             flight.trial.report(metrics[self._context.metric], step.step)
-        if flight.is_user_config or step.step >= flight.request.end_profile_step:
+        if flight.is_user_config or is_last:
             return  # everything is compared with the user's config, so it is measured to its end
         launch_id = flight.request.launch_id
         if flight.may_be_pruned and self._study.pruner.prune(self._study, frozen(self._study, flight.trial)):
