@@ -16,7 +16,7 @@ from typing import Any
 
 from optuna_dsat.config.autotuning_section import Autotuning, parse_autotuning, positive_int
 from optuna_dsat.config.conditions import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM
-from optuna_dsat.config.documents import checked, read_document, read_hjson
+from optuna_dsat.config.documents import as_written, checked, read_document, read_hjson
 from optuna_dsat.config.ds_config import ALL, AUTO, GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, ZERO
 from optuna_dsat.errors import ConfigError
 
@@ -153,6 +153,8 @@ def shape_errors(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield f"{key}.type", f"{key}.type is {_kind(kind)}; it must be a string."
         if params is not None and not isinstance(params, dict):
             yield f"{key}.params", f"{key}.params is {_kind(params)}; it must be an object."
+        elif key == "optimizer":
+            yield from _wrong_params(params or {})
     for key in (TRAIN_BATCH, MICRO_BATCH, GRADIENT_ACCUMULATION):
         value = raw.get(key)
         if key != MICRO_BATCH and isinstance(value, list):
@@ -167,6 +169,17 @@ def shape_errors(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for key, values in knob_lists(raw).items():
         if not values:
             yield key, f"{key} is an empty list; list at least one value or leave the key out."
+
+
+def _wrong_params(params: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the key and a message for each parameter of an optimizer that no optimizer of DeepSpeed or torch takes."""
+    rules = {name: "a number" for name in ("lr", "weight_decay") if isinstance(params.get(name), list | dict | bool)}
+    betas = params.get("betas")
+    is_pair = isinstance(betas, list) and [type(beta) in (int, float) for beta in betas] == [True, True]
+    if not is_pair and betas not in (None, AUTO):
+        rules["betas"] = "a list of two numbers, such as [0.9, 0.999]"
+    for name, rule in rules.items():
+        yield f"optimizer.params.{name}", f"optimizer.params.{name} is {as_written(params[name])}; it must be {rule}."
 
 
 def knob_lists(raw: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:

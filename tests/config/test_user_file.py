@@ -38,6 +38,14 @@ def read(tmp_path: Path, text: str | bytes) -> user_file.UserConfig:
         ('{"optimizer": "adam"}', "optimizer is a string"),
         ('{"optimizer": {"type": 5}}', "optimizer.type is a number; it must be a string"),
         ('{"optimizer": {"type": "SGD", "params": [0.1]}}', "optimizer.params is a list; it must be an object"),
+        (
+            '{"optimizer": {"type": "Adam", "params": {"betas": 3}}}',
+            "optimizer.params.betas is 3; it must be a list of two numbers, such as [0.9, 0.999]",
+        ),
+        (
+            '{"optimizer": {"type": "Adam", "params": {"lr": [0.1]}}}',
+            "optimizer.params.lr is [0.1]; it must be a number",
+        ),
         ('{"data_types": 5}', "data_types is a number; it must be an object"),
         ('{"bfloat16": true}', "bfloat16 is a truth value; it must be an object"),
         ('{"activation_checkpointing": []}', "activation_checkpointing is a list; it must be an object"),
