@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 from optuna_dsat.cli import app, search
 from optuna_dsat.cli.init import TABLE
 from optuna_dsat.cli.parsing.options_file import OptionsFile
-from optuna_dsat.cli.parsing.rewriting import lift_option
+from optuna_dsat.cli.parsing.rewriting import at_home, lift_option
 from optuna_dsat.study.spec import MethodOptions, StudySpec
 from optuna_dsat.tuning import prepare as tuning_prepare
 from optuna_dsat.tuning.options.given import Given
@@ -337,3 +337,9 @@ def test_every_option_of_the_table_is_one_of_a_command_with_a_valid_value() -> N
     context = typer.Context(root)
     defaults = OptionsFile(path=Path("pyproject.toml"), table=table).default_map(root, context)
     assert {re.sub("-", "_", name) for name in table} - {"log"} <= defaults["tune"].keys()
+
+
+def test_a_tilde_that_the_shell_leaves_is_the_users_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    words = ["--output-dir=~/x", "train.py", "--fix=a=~/b", "~/c", "--", "--data=~/d"]
+    assert at_home(words) == ["--output-dir=/home/me/x", *words[1:]]

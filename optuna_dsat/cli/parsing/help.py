@@ -17,6 +17,8 @@ from typing import Any, get_args
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
+from optuna_dsat.cli.parsing.rewriting import at_home
+
 _ALL = "--help-all"
 HELP_NAMES = ("--help", "-h", _ALL)
 """Spellings of the help option, for every command."""
@@ -172,7 +174,7 @@ class HelpCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse, and record which help is requested."""
         ctx.meta[_WANTS_ALL] = _ALL in (args[: args.index("--")] if "--" in args else args)
-        return super().parse_args(ctx, args)
+        return super().parse_args(ctx, at_home(args))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help."""

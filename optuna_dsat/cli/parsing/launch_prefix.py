@@ -19,6 +19,7 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 from optuna_dsat.cli.parsing.catalogue import SEARCHES, TAKE_LAUNCHER
 from optuna_dsat.cli.parsing.help import HELP_NAMES
 from optuna_dsat.cli.parsing.options_file import OPTIONS_ENV, file_of
+from optuna_dsat.cli.parsing.rewriting import at_home
 from optuna_dsat.cli.tables import notify
 from optuna_dsat.errors import UsageError
 from optuna_dsat.escape.shell import enter
@@ -49,7 +50,7 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> Unfol
     assert isinstance(search, TyperCommand)
     rest = list(argv[start + 1 :])
     end, first = _first_positional(rest, search.params)
-    own, words = rest[:end], rest[end:]
+    own, words = at_home(rest[:end]), rest[end:]
     if first == "--":
         words = words[1:]
     if first is None or not words or (first.startswith("-") and first != "--") or value_given(own, "--script"):

@@ -118,6 +118,8 @@ class OptionsFile:
             value = [f"{key}={item if isinstance(item, str) else _as_json(item)}" for key, item in value.items()]
         elif option.multiple:
             value = [str(item) for item in (value if isinstance(value, list) else [value])]
+        elif isinstance(value, str) and value.startswith("~"):
+            value = os.path.expanduser(value)  # noqa: PTH111 - also text that is no path
         if option.is_flag is not isinstance(value, bool) or isinstance(value, dict):
             kind = "true or false" if option.is_flag else "a value such as on the command line"
             raise UsageError(f"{self.path}: {name} is {_as_json(value)}; it must be {kind}.")
@@ -200,7 +202,7 @@ def read_options(path: Path) -> OptionsFile:
             f"into the [tool.{_TABLE}] table of pyproject.toml, or into {path.with_suffix('.toml').name}."
         )
     try:
-        text = read_document(path).decode()
+        text = read_document(path.expanduser()).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--options {path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
     table = _parse_toml(path, text)

@@ -51,6 +51,17 @@ def lift_option(argv: list[str], option: str) -> list[str]:
     return [*front, *rest, *argv[end:]]
 
 
+_AT_HOME = re.compile(r"(--[\w-]+=)(~.*)", re.DOTALL)
+
+
+def at_home(words: Sequence[str]) -> list[str]:
+    """Expand ``~`` in ``--option=~/path`` before ``--``, as a shell does in ``--option ~/path`` alone."""
+    end = words.index("--") if "--" in words else len(words)
+    matches = [_AT_HOME.fullmatch(word) for word in words[:end]]
+    expanded = [match and match[1] + os.path.expanduser(match[2]) for match in matches]  # noqa: PTH111 - or no path
+    return [*(new or word for new, word in zip(expanded, words, strict=False)), *words[end:]]
+
+
 _OPTION = "--storage"
 _PASSWORD = re.compile(r"[\w+]+://[^:/]*:[^@]*@")
 """Matches user and password as SQLAlchemy does: the password may contain ``/``, ``#`` and ``?``."""
