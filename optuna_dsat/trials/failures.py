@@ -1,8 +1,9 @@
 """Structures at which the script fails with any micro-batch, inferred from the launches of a study.
 
-A structure has components: its ZeRO stage, each lower bound of the stage, and its offloads. Components that ran are not
-at fault. Suspects are the other components shared by two launches with the same error, and all other components of a
-stalled launch, because a stall costs far more time than an error. Launches at larger micro-batches than any that ran
+A structure has components: its ZeRO stage, each lower bound of the stage, whether it is below 3, and its offloads.
+Components that ran are not at fault. Suspects are the other components shared by two launches with the same error, all
+other components of a stalled launch, because a stall costs far more time than an error, and all stages below 3 if a
+launch failed as its model is built within ``deepspeed.zero.Init``. Launches at larger micro-batches than any that ran
 may have failed because of their size, so at least one of the two launches must have a size that ran.
 """
 
@@ -41,6 +42,9 @@ _NONE = "none"
 """Value of the knob without offload."""
 
 _Component = tuple[str, Any]
+_BELOW_3 = ("stage below", 3)
+_PARTITIONED = "PartitionedModelError"
+"""Error of ``runtime/trial_config.py`` at any stage below 3."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +104,8 @@ def _components(knobs: Mapping[str, Any]) -> frozenset[_Component]:
     if own.get(ZERO_STAGE) == AUTO:  # a library fills it in
         own[ZERO_STAGE] = 0
     least = (("least stage", stage) for stage in range(1, int(own.get(ZERO_STAGE, 0)) + 1))
-    return frozenset({**dict.fromkeys(_OFFLOADS, _NONE), **own}.items()).union(least)
+    below = [_BELOW_3] if int(own.get(ZERO_STAGE, 0)) < 3 else []
+    return frozenset({**dict.fromkeys(_OFFLOADS, _NONE), **own}.items()).union(least, below)
 
 
 def _suspects(
@@ -108,7 +113,9 @@ def _suspects(
 ) -> set[frozenset[_Component]]:
     """Return sets of components; a structure that contains a whole set fails."""
     by_error: dict[str, dict[frozenset[_Component], list[int]]] = {}
-    result = set()
+    needs_3 = any(_PARTITIONED in error_of(trial) for trial, *_ in failed)
+    result = {frozenset({_BELOW_3}) - innocent} if needs_3 else set()
+    innocent |= {_BELOW_3}
     for trial, components, size in failed:
         if trial.user_attrs.get(attributes.OUTCOME) == Outcome.STALLED:
             result.add(components - innocent)

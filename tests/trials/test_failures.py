@@ -9,6 +9,7 @@ from optuna.distributions import CategoricalDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.trial_config import PartitionedModelError
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.failures import structure_failures
 from optuna_dsat.trials.lineage import MICRO_BATCH, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, ZERO_STAGE
@@ -50,6 +51,13 @@ def test_the_error_of_another_class_of_optimizer_is_the_same() -> None:
     third = ERROR.replace("ZeroOptimizer", "ZeroOptimizer_Stage3").replace("rank 1", "rank 0")
     assert stages(launch(0), launch(1, ERROR), launch(3, third)) == [1, 2, 3]
     assert stages(launch(0), launch(1, ERROR), launch(3, "rank 0: ValueError: loss is nan")) == []
+
+
+def test_a_model_built_for_zero_3_closes_all_stages_below() -> None:
+    error = f"rank 0: {PartitionedModelError.__name__} in initialize: The script builds its model within zero.Init"
+    assert stages(launch(3), launch(0, error)) == [0, 1, 2]
+    assert stages(launch(3), launch(2), launch(0, error)) == []
+    assert stages(launch(3), launch(1, ERROR), launch(2, ERROR)) == [], "at ZeRO 0 it may run"
 
 
 def test_stages_that_ran_are_not_blamed() -> None:
