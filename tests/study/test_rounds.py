@@ -15,6 +15,7 @@ import pytest
 from optuna_dsat.errors import ConfigError, UsageError
 from optuna_dsat.launch.measurement import GlobalStep
 from optuna_dsat.launch.protocol import LaunchRequest
+from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.confirm.confirmation import steps_worth_their_time
 from optuna_dsat.study.confirm.finalists import USUAL_NOISE, confirmation_end
 from optuna_dsat.study.confirm.rounds import Rounds, order_of_round
@@ -274,6 +275,22 @@ def test_micro_batches_may_be_multiples_of_a_number(bench: StudyBench, method: s
     impossible = bench.spec(name="t", ds_config=listed, divisible_by=8)
     with pytest.raises(ConfigError, match=r"--divisible-by"):
         bench.run(impossible, Hill())
+
+
+def test_a_script_whose_batch_consists_of_groups_is_searched_at_multiples(bench: StudyBench) -> None:
+    def refuse(config: Mapping[str, Any]) -> SimulatedResult | None:
+        samples = 2 * config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"]
+        message = f"generation_batch_size ({samples}) must be divisible by num_generations (8)."
+        return SimulatedResult(outcome=Outcome.SCRIPT_ERROR, startup_s=1.0, message=message) if samples % 8 else None
+
+    hill = Hill(refuse)
+    own = {**USER_CONFIG, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+    bench.run(bench.spec(method="random", ds_config=own, max_trials=6, confirm=0, batch="free"), hill)
+    sizes = [config["train_micro_batch_size_per_gpu"] for config in hill.configs]
+    assert sizes[0] == 1
+    assert 2 in sizes[1:], "the user's own"
+    assert all(size % 4 == 0 for size in sizes[4:] if size != 2)
+    assert any("as by --divisible-by 4" in text for text in bench.messages)
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.01, 0.03])

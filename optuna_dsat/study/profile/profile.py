@@ -7,6 +7,7 @@ reported with a fix if it supports one.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -48,6 +49,8 @@ _NEVER_OF_BATCHES = frozenset(
     {"FileNotFoundError", "ImportError", "ModuleNotFoundError", "NameError", "NotImplementedError", "SyntaxError"}
 )
 """Errors that a different batch size cannot fix."""
+_DIVISIBLE = re.compile(r"divisible by\D*(\d+)")
+"""Error of a script whose global batch consists of groups, such as trl's GRPO, with the size of a group."""
 _PROFILE_END_STEP = 2
 """Last step of a profile launch: the first is profiled, the second shows that the optimizer's state fits."""
 
@@ -127,7 +130,7 @@ def measure_profile(
     If training fails for another reason that batch sizes may explain, the user's batch sizes are tried: some scripts
     require their accumulation steps, others cannot train on a single sample. If these fail as well, the script itself
     is at fault. If they work, further launches show whether its micro-batch suffices, which is then the minimum, or its
-    accumulation steps.
+    accumulation steps. A script that says by what its batch must be divisible is searched at multiples.
 
     A script whose batch size is a mapped option may compute its accumulation steps from a global batch. The steps are
     read from a launch at the script's micro-batch.
@@ -140,7 +143,7 @@ def measure_profile(
     """
     tried: list[str] = []
     pipeline = only_zero_3 = False
-    attempts, launches, least, accumulation = deque(profile_attempts(spec)), 0, 1, 1
+    attempts, launches, least, accumulation, multiple = deque(profile_attempts(spec)), 0, 1, 1, 1
     parts: Mapping[str, list[Any]] = {}
 
     def proof(request: LaunchRequest) -> tuple[LaunchRecord, LaunchReport]:
@@ -200,7 +203,8 @@ def measure_profile(
                 stage_option=stage_option,
                 accumulation_option=accumulation_option,
                 only_zero_3=only_zero_3,
-                least_micro_batch=least,
+                least_micro_batch=least if multiple == 1 else multiple,
+                micro_batch_multiple=multiple,
                 holds_accumulation=trainer is None
                 and not accumulation_option
                 and attempt.accumulation * record.passes_per_micro_batch == own.gradient_accumulation_steps > 1,
@@ -214,6 +218,8 @@ def measure_profile(
             if at_own == attempt or report.cause.partition(":")[0] in _NEVER_OF_BATCHES:
                 raise _failure(spec, report, record)
             least, accumulation = at_own.micro_batch, at_own.accumulation
+            if match := _DIVISIBLE.search(report.message):
+                multiple = int(match[1]) // math.gcd(int(match[1]), spec.data_parallel_ranks)
             attempts.appendleft(planned)
             continue
         pipeline = record.engine is not None and record.engine.pipeline

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,6 +47,8 @@ class Profiled(Record):
     """Seconds of the profile launch outside training steps; None in profiles of older versions."""
     least_micro_batch: int = 1
     """Smallest micro-batch that the script trains with, as far as known: larger than 1 where it failed at less."""
+    micro_batch_multiple: int = 1
+    """Number of which the script's micro-batches must be multiples, as an error said."""
     holds_accumulation: bool = False
     """True if the script accumulates by a number in its own code: every trial then has the user's steps."""
     data_parallel_size: int | None = None
@@ -101,8 +104,9 @@ class Profiled(Record):
         stages = (3,) if self.only_zero_3 else (0,) if self.zero_is_untested(spec) else spec.stages
         accepted = self.stage_choices.get(spec.script.arg_mappings.get(STAGE, self.stage_option)) or stages
         stages = tuple(stage for stage in stages if stage in accepted) or stages
+        multiple = math.lcm(spec.divisible_by, self.micro_batch_multiple)
         return follow_script(
-            spec.model_copy(update={"zero_stages": stages}),
+            spec.model_copy(update={"zero_stages": stages, "divisible_by": multiple}),
             differences=self.config_differences,
             trainer=self.trainer,
             defaults=self.option_defaults,

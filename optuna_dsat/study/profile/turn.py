@@ -86,6 +86,11 @@ class ProfileTurn:
                 "The script builds its model within deepspeed.zero.Init, which is for ZeRO 3: only ZeRO 3 is searched. "
                 "Enter zero.Init at ZeRO 3 only (enabled=...) to have the other stages searched, too."
             )
+        if (multiple := profiled.micro_batch_multiple) > 1:
+            self._context.say(
+                f"The script accepts batches of whole groups only: micro-batches that are multiples of {multiple} are "
+                f"searched, as by --divisible-by {multiple}."
+            )
         if profiled.holds_accumulation:
             self._context.say(
                 "The script accumulates gradients by a number in its own code, not by the engine's: every trial keeps "
