@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from optuna_dsat.cost.memory import ModelProfile
 from optuna_dsat.launch.measurement import LaunchRecord
-from optuna_dsat.study.confirm.speeds import Speed, Speeds, speed_of, with_efficiency
+from optuna_dsat.study.confirm.speeds import Speed, speed_of, with_efficiency
 from optuna_dsat.study.end_reason import headroom_in_words
 from optuna_dsat.words import (
     bytes_in_words,
@@ -29,7 +28,6 @@ from tests.harness.events import step_of
 from tests.harness.small_model import profiled_of
 
 PROFILE = replace(profiled_of().profile, flops_per_sample=10**12, device_name="NVIDIA H100 80GB HBM3")
-METRICS = {"throughput": 40.0, "FLOPS_per_gpu": 0.4 * 989.5e12}
 BF16 = {"bf16": {"enabled": True}}
 
 
@@ -43,31 +41,14 @@ def record(*, tokens: bool) -> LaunchRecord:
     return made
 
 
-def speeds_of(profile: ModelProfile | None, *, tokens: bool | None = None) -> Speeds:
-    result = Speeds(profile, metric="FLOPS_per_gpu", device="cuda")
-    if tokens is not None:
-        result.learn(record(tokens=tokens))
-    return result
-
-
-def test_samples_come_first_then_tokens_and_flops_as_a_share_of_the_peak() -> None:
-    result = speeds_of(PROFILE, tokens=True).of(METRICS, BF16, value=METRICS["FLOPS_per_gpu"])
-    assert (result.samples_per_s, result.tokens_per_s) == (40.0, 40.0 * 512)
-    assert result.utilisation == pytest.approx(0.4)
-    assert result.text == "40 samples/s, 20,480 tokens/s, 40% MFU"
-
-
 def test_what_is_not_known_is_not_told() -> None:
-    speeds = speeds_of(replace(PROFILE, device_name="a GPU of tomorrow"), tokens=False)
-    known = Speed(metric="FLOPS_per_gpu", value=1.0, samples_per_s=40.0)
-    assert speeds.of(METRICS, BF16, value=1.0) == known
-    assert speeds.of({}, BF16, value=1.0) == replace(known, samples_per_s=None)
-    assert speeds_of(replace(PROFILE, param_bytes=4)).of(METRICS, {}, value=1.0) == known
-
-
-def test_where_inputs_vary_in_size_the_measured_tokens_count() -> None:
-    result = speeds_of(None, tokens=True).of({**METRICS, "tokens_per_s": 17.0}, {}, value=1.0)
-    assert (result.samples_per_s, result.tokens_per_s) == (40.0, 17.0)
+    plain = {"throughput": 40.0, "FLOPS_per_gpu": 4e12}
+    for profile, config in (
+        (replace(PROFILE, device_name="a GPU of tomorrow"), BF16),
+        (replace(PROFILE, param_bytes=4), {}),
+    ):
+        kept = with_efficiency(plain, profile=profile, config=config)
+        assert speed_of(kept, 4e12, metric="FLOPS_per_gpu", device="cuda").text == "40 samples/s, 4 TFLOP/s per GPU"
 
 
 def test_what_is_stored_of_a_launch_tells_tokens_and_mfu_as_its_line_did() -> None:

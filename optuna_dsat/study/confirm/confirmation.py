@@ -29,7 +29,7 @@ from optuna_dsat.study.confirm.finalists import (
     without_failed,
 )
 from optuna_dsat.study.confirm.rounds import MIN_ROUNDS, RoundLaunch, Rounds, is_precise, order_of_round, paired_ratio
-from optuna_dsat.study.confirm.speeds import Speeds, with_efficiency
+from optuna_dsat.study.confirm.speeds import speed_of, with_efficiency
 from optuna_dsat.study.confirm.verdict import Verdict, VerdictKind, verdict_of
 from optuna_dsat.study.context import SearchContext
 from optuna_dsat.study.progress import FinalistMeasured, FinalistStarted
@@ -76,7 +76,6 @@ class Confirmation:
         self._spec = context.spec
         self._study = context.study
         self._profile = context.profiled.profile
-        self._speeds = Speeds(self._profile, metric=context.metric, device=context.spec.device)
         self._storing = storing
         self.interrupted = False
         """Whether Ctrl-C ended it."""
@@ -205,7 +204,6 @@ class Confirmation:
             on_step=lambda step: self._context.show_step(step, trial.number, peak_bytes=step.peak_allocated_bytes),
             wait=self._context.wait,
         )
-        self._speeds.learn(record)
         launch = self._round_launch(trial, record, report, round_number=round_number)
         self._context.show_end(report, purpose="confirm", number=trial.number, words=words, value=launch.value)
         return launch, record, report
@@ -253,7 +251,7 @@ class Confirmation:
                 round=launch.round,
                 speed=None
                 if launch.value is None
-                else self._speeds.of(launch.metrics, trial.user_attrs[attributes.CONFIG], value=launch.value),
+                else speed_of(launch.metrics, launch.value, metric=self._context.metric, device=self._spec.device),
             )
         )
 

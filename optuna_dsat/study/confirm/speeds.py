@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from optuna_dsat.cost.gpus import utilisation
 from optuna_dsat.cost.memory import ModelProfile
 from optuna_dsat.metrics import LARGER_IS_BETTER, PER_JOULE, POWER, SMALLER_IS_BETTER, UTILISATION, Interval
 from optuna_dsat.words import metric_in_words, range_in_words
-
-if TYPE_CHECKING:
-    from optuna_dsat.launch.measurement import LaunchRecord
 
 _PHASES = {"latency": "per step", "forward": "forward", "backward": "backward", "step": "in the optimizer"}
 """Metric of a duration -> the phase that it measures."""
@@ -86,42 +83,18 @@ class Speed:
 
 
 def speed_of(metrics: Mapping[str, float], value: float, *, metric: str, device: str) -> Speed:
-    """Return the speed of a configuration at a value of its metric."""
-    measured = metrics.get(metric)
-    if not measured or not value:
+    """Return the speed of a configuration at a value of its metric, by all metrics of one of its launches."""
+    measured, samples_per_s = metrics.get(metric), metrics.get("throughput")
+    if not measured or not value or not samples_per_s:
         return Speed(metric=metric, value=value, device=device)
-    return Speeds(None, metric=metric, device=device).of(metrics, {}, value=measured).at(value)
-
-
-class Speeds:
-    """Makes speeds; tokens per sample are learnt from launches, where all their inputs are tokens."""
-
-    def __init__(self, profile: ModelProfile | None, *, metric: str, device: str) -> None:
-        self._profile = profile
-        self._metric = metric
-        self._device = device
-        self._tokens_per_sample: float | None = None
-
-    def learn(self, record: LaunchRecord) -> None:
-        """Note how many tokens the samples of a launch have."""
-        counted = [step for step in record.counted if step.samples > 0]
-        if counted and all(step.elements_are_tokens and step.elements > 0 for step in counted):
-            tokens = sum(step.elements for step in counted)
-            self._tokens_per_sample = tokens / sum(step.samples for step in counted)
-
-    def of(self, metrics: Mapping[str, float], config: Mapping[str, Any], *, value: float) -> Speed:
-        """Return the speed of a configuration."""
-        result = Speed(metric=self._metric, value=value, device=self._device)
-        samples_per_s = metrics.get("throughput")
-        if not samples_per_s:
-            return result
-        tokens_per_s = metrics.get("tokens_per_s")  # older studies have it where inputs vary in size
-        if tokens_per_s is None and self._tokens_per_sample is not None:
-            tokens_per_s = samples_per_s * self._tokens_per_sample
-        share = metrics.get(UTILISATION)
-        if share is None and self._profile is not None:
-            share = utilisation(self._profile, config, metrics)
-        return replace(result, samples_per_s=samples_per_s, tokens_per_s=tokens_per_s, utilisation=share)
+    return Speed(
+        metric=metric,
+        value=measured,
+        samples_per_s=samples_per_s,
+        tokens_per_s=metrics.get("tokens_per_s"),
+        utilisation=metrics.get(UTILISATION),
+        device=device,
+    ).at(value)
 
 
 def with_efficiency(

@@ -16,7 +16,7 @@ from optuna_dsat.metrics import speed_up
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.confirm.finalists import confirmation_end
 from optuna_dsat.study.confirm.rounds import MIN_ROUNDS, Rounds
-from optuna_dsat.study.confirm.speeds import Speeds, speed_of, with_efficiency
+from optuna_dsat.study.confirm.speeds import Speed, speed_of, with_efficiency
 from optuna_dsat.study.confirm.verdict import verdict_of
 from optuna_dsat.study.context import SearchContext
 from optuna_dsat.study.progress import BestSoFar, SearchStarted, TrialDropped, TrialFinished
@@ -46,7 +46,6 @@ class TrialRecorder:
         self._observer = context.observer
         self._maximize = context.spec.maximize
         self._metric = context.metric
-        self._speeds = Speeds(context.profiled.profile, metric=context.metric, device=context.spec.device)
         self._finished: deque[optuna.Trial] = deque()
         """Finished trials for which the callbacks have not been called."""
 
@@ -81,8 +80,11 @@ class TrialRecorder:
         return self._shown(verdict.result.trial, verdict.result.metrics, verdict.result.value)
 
     def _shown(self, trial: FrozenTrial, metrics: Mapping[str, float], value: float) -> BestSoFar:
-        speed = self._speeds.of(metrics, trial.user_attrs.get(attributes.CONFIG, {}), value=value)
-        return BestSoFar(number=trial.number, words=trial.user_attrs.get(attributes.CONFIGURATION, ""), speed=speed)
+        words = trial.user_attrs.get(attributes.CONFIGURATION, "")
+        return BestSoFar(number=trial.number, words=words, speed=self._speed(metrics, value))
+
+    def _speed(self, metrics: Mapping[str, float], value: float) -> Speed:
+        return speed_of(metrics, value, metric=self._metric, device=self._spec.device)
 
     def metrics(self, flight: Flight, *, power_w: float | None = None) -> dict[str, float]:
         """Return the metrics of the steps counted so far; of a launch that has ended with its power if known."""
@@ -92,7 +94,7 @@ class TrialRecorder:
 
     def in_words(self, metrics: Mapping[str, float]) -> str:
         """Describe the speed of a launch with these metrics."""
-        return speed_of(metrics, metrics[self._metric], metric=self._metric, device=self._spec.device).text
+        return self._speed(metrics, metrics[self._metric]).text
 
     def announce_end(self, flight: Flight, report: LaunchReport) -> None:
         """Send ``LaunchEnded`` for a launch that is about to be stored."""
@@ -204,7 +206,6 @@ class TrialRecorder:
         trials = self._context.trials()
         best = attributes.best_trials(trials, maximize=self._maximize)
         baseline = attributes.user_config_trial(trials)
-        self._speeds.learn(flight.record)
         counted = self.metrics(flight) if flight.record.counted else {}
         self._observer(
             TrialFinished(
@@ -220,7 +221,7 @@ class TrialRecorder:
                 own=flight.is_user_config,
                 best_so_far=self._best_so_far(trials),
                 user_value=None if baseline is None else baseline.values[0],
-                speed=None if value is None else self._speeds.of(counted, flight.request.ds_config, value=value),
+                speed=None if value is None else self._speed(counted, value),
             )
         )
 
