@@ -47,7 +47,7 @@ class EarlierLaunch:
     """Knobs without the batch sizes."""
     micro_batch: int
     accumulation: int | None = None
-    """Its accumulation steps; None if unknown, as of studies stored by an earlier version."""
+    """Its accumulation steps; None if unknown."""
     fits: bool
     """Whether a full step ran; otherwise the device ran out of memory."""
     metrics: Mapping[str, float]

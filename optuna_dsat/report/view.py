@@ -35,7 +35,7 @@ class StudyView(StoredStudy):
     def folder(self) -> Path | None:
         """The folder of the study's files; None if it is not on this machine, or may belong to another study."""
         folder = self.spec.study_dir
-        return folder if is_folder_of(folder, self.record.uuid, self.launches) else None
+        return folder if is_folder_of(folder, self.record.uuid) else None
 
     def utilisation(self, measured: Measured) -> float | None:
         """Return a config's share of the device's peak FLOPS; None if the peak is unknown."""

@@ -155,13 +155,13 @@ class EngineReady(Event, kind="engine_ready"):
     joins_ranks: bool = False
     """Whether the runtime set accelerate's backend; without a backend, each rank would train alone."""
     precision: str = ""
-    """``fp16``, ``bf16`` or ``fp32``, as reported by DeepSpeed; empty from an older runtime."""
+    """``fp16``, ``bf16`` or ``fp32``, as reported by DeepSpeed; empty if unknown."""
     bf16_argument: str = ""
     """Argument of accelerate or Fabric that must agree with a config in bf16; empty without any."""
     counted_times: int = 1
     """Ranks that share each sample although the global batch counts it for each: those of AutoTP."""
     host_threads: int = 0
-    """torch's intra-op threads on the host, which an offloaded optimizer uses; 0 from an older runtime."""
+    """torch's intra-op threads on the host, which an offloaded optimizer uses; 0 if unknown."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from optuna_dsat.config.ds_config import MICRO_BATCH, TRAIN_BATCH
 from optuna_dsat.config.record import Record
@@ -42,11 +42,6 @@ class BatchRule(Record):
     """(rows, samples) as fed to the engine: (2, 1) if each sample is fed as two views or as a pair."""
     sizes: tuple[int, int] | None = None
     """``held``: smallest and largest batch in samples, if the size varies between steps; otherwise None."""
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Self:
-        """Build from a record; attributes of data sets, which earlier versions followed, are held."""
-        return super().from_json({**record, "kind": "held"} if record.get("kind") == "attribute" else record)
 
     @property
     def name(self) -> str:

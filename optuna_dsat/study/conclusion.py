@@ -188,9 +188,8 @@ class Conclusion:
         files += [] if same_batch is None else [Path(same_batch.config_path)]
         with self._storing("store the result"):
             attrs = self._study.user_attrs
-            if attributes.WRITTEN in attrs or attributes.WINNER not in attrs:  # else written by an older version
-                for aside in set_others_aside(files, attrs.get(attributes.WRITTEN, {})):
-                    self._context.say(f"A file that this study did not write is kept as {aside}.")
+            for aside in set_others_aside(files, attrs.get(attributes.WRITTEN, {})):
+                self._context.say(f"A file that this study did not write is kept as {aside}.")
             self._study.set_user_attr(attributes.WRITTEN, {path.name: BEING_WRITTEN for path in files})
             write_best(folder, result.config, result.metrics_file(study.rounds.finalists()))
             if same_batch is not None:

@@ -17,9 +17,7 @@ from pathlib import Path
 
 from optuna_dsat.errors import UsageError
 from optuna_dsat.escape.paths import OutsideError, held_inside
-from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.runtime.files import read_regular, set_aside, write_text_atomic
-from optuna_dsat.store import StoredLaunch
 
 MARK = "study.json"
 """File that identifies the study of a folder."""
@@ -124,19 +122,10 @@ def digests(paths: Iterable[Path]) -> dict[str, str]:
     return result
 
 
-def is_folder_of(folder: Path, study_uuid: str, launches: Sequence[StoredLaunch]) -> bool:
-    """Return whether a folder is a study's, by its mark or, of earlier versions, by reports of its launches."""
-    marked = _read(folder, MARK)
-    if "study_uuid" in marked:
-        return bool(marked["study_uuid"] == study_uuid)
-    reports = ((row.report, _read(folder, row.report.launch_id, RunDirectory(folder).report.name)) for row in launches)
-    return any(result.get("started_at") == report.started_at for report, result in reports)
-
-
-def _read(folder: Path, *names: str) -> dict[str, object]:
-    """Return the JSON object in a file of a folder; empty if missing."""
+def is_folder_of(folder: Path, study_uuid: str) -> bool:
+    """Return whether a folder is a study's, by its mark."""
     try:
-        result = json.loads(read_regular(held_inside(folder, *names)))
+        marked = json.loads(read_regular(held_inside(folder, MARK)))
     except (OSError, ValueError, RecursionError, OutsideError):
-        return {}
-    return result if isinstance(result, dict) else {}
+        return False
+    return isinstance(marked, dict) and marked.get("study_uuid") == study_uuid

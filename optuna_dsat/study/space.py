@@ -35,7 +35,7 @@ def epoch_samples(spec: StudySpec, profiled: Profiled | None) -> int | None:
         return spec.dataset_size
     if profiled is None or profiled.samples_per_rank is None:
         return None
-    return profiled.samples_per_rank * (profiled.data_parallel_size or spec.slots_per_trial)
+    return profiled.samples_per_rank * profiled.data_parallel_size
 
 
 def largest_global_batch(spec: StudySpec, profiled: Profiled | None, *, own: int) -> int | None:
@@ -199,7 +199,7 @@ def _max_samples_per_rank(spec: StudySpec, profiled: Profiled | None, ranks: int
 
 def user_samples_per_rank(spec: StudySpec, profiled: Profiled) -> int | None:
     """Return the samples per rank and step of the user's config; None if every trial has the same global batch."""
-    ranks = profiled.data_parallel_size or spec.slots_per_trial
+    ranks = profiled.data_parallel_size
     batch = own_train_batch_size(spec, ranks=ranks)
     return None if spec.train_batch_size is not None or batch % ranks else batch // ranks
 
@@ -247,7 +247,7 @@ def _check_only(spec: StudySpec, space: SearchSpace, *, is_profiled: bool) -> No
 
 
 def _space(spec: StudySpec, profiled: Profiled | None, *, cap: int) -> SearchSpace:
-    ranks = (profiled and profiled.data_parallel_size) or spec.data_parallel_ranks
+    ranks = spec.data_parallel_ranks if profiled is None else profiled.data_parallel_size
     config: Mapping[str, Any] = spec.ds_config
     if MICRO_BATCH in spec.kept_knobs:  # a config may give it by its global batch only
         own, _ = user_config(spec, data_parallel_size=ranks)

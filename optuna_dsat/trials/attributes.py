@@ -65,8 +65,6 @@ SAME_BATCH = "same_batch"
 """Reason for a trial that was proposed to find the fastest config at the user's global batch."""
 SIMPLIFIES = "simplifies"
 """Number of the trial, best in the search, that this trial repeats without its drawn settings."""
-FINALISTS = "finalists"
-"""Study attribute of older versions: the configurations that were measured again, each once."""
 CONFIRMATION = "confirmation"
 """Study attribute: the rounds in which finalists and the user's config were measured again, written by
 ``optuna_dsat.study.confirm.rounds.Rounds``."""

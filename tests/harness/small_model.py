@@ -45,7 +45,8 @@ KEPT = (
 
 
 def profiled_of(**facts: Any) -> Profiled:
-    return Profiled(**{"profile": PROFILE, "measured_with": "ZeRO 1", "pipeline": False, "device": "cuda", **facts})
+    given = {"measured_with": "ZeRO 1", "pipeline": False, "device": "cuda", "data_parallel_size": 4, **facts}
+    return Profiled(**{"profile": PROFILE, **given})
 
 
 def small_space(*, no_tune: Sequence[str] = KEPT, samples: int | None = None) -> SearchSpace:

@@ -259,9 +259,9 @@ def test_averages_are_weighted_and_start_over() -> None:
 
 def test_lines_past_the_checkpoint_and_torn_ones_go(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"batches": 3}\n{"steps_completed": 4}\n{"steps_completed": 6}\n{"steps_comp')
+    path.write_text('{"steps_completed": 3}\n{"steps_completed": 4}\n{"steps_completed": 6}\n{"steps_comp')
     MetricsFile(path, steps_completed=4).write({"steps_completed": 5})
-    assert path.read_text() == '{"batches": 3}\n{"steps_completed": 4}\n{"steps_completed": 5}\n'
+    assert path.read_text() == '{"steps_completed": 3}\n{"steps_completed": 4}\n{"steps_completed": 5}\n'
     assert capsys.readouterr().out == '{"steps_completed": 5}\n'
 
 

@@ -148,11 +148,6 @@ def test_a_held_batch_keeps_the_number_of_the_script_that_is_no_count_of_rows() 
     assert held(15, found=found(), present=4, ranks=1).own == 15
 
 
-def test_a_stored_attribute_of_a_data_set_is_held() -> None:
-    stored = {**BatchRule(kind="held", own=4).to_json(), "kind": "attribute", "key": "Stream.batch_size"}
-    assert BatchRule.from_json(stored).source(ranks=1) == {"kind": "held"}
-
-
 CONFIG = {"train_micro_batch_size_per_gpu": 6, "gradient_accumulation_steps": 2}
 
 

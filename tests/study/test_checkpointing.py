@@ -12,7 +12,7 @@ import pytest
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.differences import live_changes
-from optuna_dsat.cost.memory import Hardware, ModelProfile, estimate, largest_micro_batch, zero_settings
+from optuna_dsat.cost.memory import Hardware, estimate, largest_micro_batch, zero_settings
 from optuna_dsat.cost.step_time import COEFFICIENTS, Columns, StepTimeModel
 from optuna_dsat.errors import ConfigError
 from optuna_dsat.outcome import Outcome
@@ -173,9 +173,3 @@ def test_a_reason_against_it_is_given_once_where_memory_is_short(bench: StudyBen
     assert (
         sum("activation checkpointing is not searched: its blocks contain BatchNorm1d." in text for text in texts) == 1
     )
-
-
-def test_an_older_profile_has_no_blocks() -> None:
-    older = {name: value for name, value in short().profile.to_json().items() if "block" not in name}
-    older.pop("no_checkpointing")
-    assert ModelProfile.from_json(older).blocks == 0

@@ -40,12 +40,8 @@ def profiled_by(bench: StudyBench) -> Profiled:
     return result
 
 
-def test_a_profile_that_an_older_version_stored_is_read(profiled: Profiled) -> None:
-    record = profiled.to_json()
-    assert Profiled.from_json(record) == profiled
-    older = {("rung" if key == "measured_with" else key): value for key, value in record.items()}
-    assert "rung" in older
-    assert Profiled.from_json(older) == profiled
+def test_a_stored_profile_is_read(profiled: Profiled) -> None:
+    assert Profiled.from_json(profiled.to_json()) == profiled
 
 
 def test_a_script_that_accumulates_by_itself_is_told_what_follows(

@@ -86,12 +86,9 @@ def test_a_settings_file_whose_keys_arguments_override_is_told_the_config(
         (False, "--local_rank", "deepspeed --num_gpus 4 /project/train.py"),
         (True, "--local_rank", "deepspeed --num_gpus 4 --module package.train"),
         (False, "--local-rank", "python -m torch.distributed.launch --nproc_per_node 4 /project/train.py"),
-        (True, True, "deepspeed --num_gpus 4 --module package.train"),  # as an older version stored it
     ],
 )
-def test_the_command_starts_the_script_as_its_options_expect(
-    is_module: bool, rank_option: str | bool, start: str
-) -> None:
+def test_the_command_starts_the_script_as_its_options_expect(is_module: bool, rank_option: str, start: str) -> None:
     command, names_config = training_command(
         spec(is_module=is_module), {}, BEST, profiled=profiled_of(takes_local_rank=rank_option)
     )

@@ -332,17 +332,12 @@ def test_what_fails_with_more_steps_is_not_handed_over() -> None:
     assert next(contender for contender in result.contenders if contender.number == 1).left.startswith("out of memory")
 
 
-def test_rounds_are_stored_as_plain_values_and_those_of_older_versions_are_one_round() -> None:
+def test_rounds_are_stored_as_plain_values() -> None:
     estimate = JointEstimate(numbers=(0, 3), means=(0.5, 0.25), covariance=((0.01, 0.0), (0.0, 0.04)))
     rounds = rounds_of({OWN: [10.0, 11.0], 1: [12.0]}, since=2, estimate=estimate)
     noted = rounds.with_launch(launch(1, 2, 12.5, conditions=Conditions(cores=2, throttle_reasons=("heat",))))
     stored = {attributes.CONFIRMATION: json.loads(json.dumps(noted.to_json()))}
     assert Rounds.of(stored) == noted
-    del stored[attributes.CONFIRMATION]["estimate"]  # an older version's
-    assert Rounds.of(stored).estimate is None
-    older = {"number": 1, "value": 9.0, "low": 8.0, "high": 10.0, "metrics": {}, "steps": 15, "outcome": "measured",
-             "message": ""}  # fmt: skip
-    assert Rounds.of({attributes.FINALISTS: [older]}).values() == {1: {1: 9.0}}
     assert Rounds.of({}) == Rounds()
 
 

@@ -71,7 +71,7 @@ def test_a_printed_command_trains_with_what_was_found(tmp_path: Path) -> None:
     for source in SCRIPTS.glob("*.py"):
         tmp_path.joinpath(source.name).write_text(source.read_text())
     script = {"script": "plain.py", "args": ("--deepspeed_config", "ds.json")}
-    command = printed(tmp_path, script, BEST, takes_local_rank=True)
+    command = printed(tmp_path, script, BEST, takes_local_rank="--local_rank")
     assert {"deepspeed", "--num_gpus"} <= set(command.split())
     run(tmp_path, command)
     got = json.loads(tmp_path.joinpath("got.json").read_text())

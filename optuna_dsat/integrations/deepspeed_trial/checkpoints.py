@@ -20,11 +20,6 @@ STEPS_COMPLETED = "steps_completed"
 _PREFIX, _PARTIAL, _STATE = "batches-", ".partial", "state.json"
 
 
-def steps_completed_of(record: Mapping[str, Any]) -> int:
-    """Return the completed global batches of a record or a checkpoint's state, also from older versions."""
-    return int(record[STEPS_COMPLETED if STEPS_COMPLETED in record else "batches"])
-
-
 def newest_checkpoint(folder: Path) -> Path | None:
     """Return the complete checkpoint with the most batches, or None."""
     paths = [path for path in folder.glob(f"{_PREFIX}*") if path.name.removeprefix(_PREFIX).isdigit()]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from optuna_dsat.integrations.deepspeed_trial.checkpoints import steps_completed_of
+from optuna_dsat.integrations.deepspeed_trial.checkpoints import STEPS_COMPLETED
 from optuna_dsat.integrations.deepspeed_trial.ranks import DistributedContext
 from optuna_dsat.runtime.files import write_text_atomic
 
@@ -189,6 +189,6 @@ def _plain(value: Any) -> Any:
 
 def _is_before(line: str, steps_completed: int) -> bool:
     try:
-        return steps_completed_of(json.loads(line)) <= steps_completed
+        return bool(json.loads(line)[STEPS_COMPLETED] <= steps_completed)
     except (ValueError, KeyError, TypeError):  # truncated when the process was killed
         return False

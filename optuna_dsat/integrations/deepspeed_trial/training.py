@@ -15,7 +15,6 @@ from optuna_dsat.integrations.deepspeed_trial.checkpoints import (
     newest_checkpoint,
     random_states,
     restore_random_states,
-    steps_completed_of,
 )
 from optuna_dsat.integrations.deepspeed_trial.context import DeepSpeedTrialContext
 from optuna_dsat.integrations.deepspeed_trial.loaders import (
@@ -254,7 +253,7 @@ class Training:
         for key, value in self._identity().items():
             if state.get(key) != value:
                 raise ValueError(f"{newest} was saved with {key} {state.get(key)}, and this training has {value}.")
-        completed = steps_completed_of(state)
+        completed = state[STEPS_COMPLETED]
         self._call("on_trial_startup", completed, newest.name)
         rank_state = checkpoints.read_rank_state(newest)
         self._call("on_checkpoint_load_start", rank_state)

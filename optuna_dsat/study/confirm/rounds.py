@@ -89,10 +89,8 @@ class Rounds(Record):
 
     @classmethod
     def of(cls, study_attributes: Mapping[str, Any]) -> Rounds:
-        """Read the rounds from a study's user attributes; values of older versions are read as a single round."""
-        record = study_attributes.get(attributes.CONFIRMATION)
-        older = [{"round": 1, **launch} for launch in study_attributes.get(attributes.FINALISTS, [])]
-        return cls.from_json({"launches": older} if record is None else record)
+        """Read the rounds from a study's user attributes."""
+        return cls.from_json(study_attributes.get(attributes.CONFIRMATION, {}))
 
     def with_launch(self, launch: RoundLaunch) -> Rounds:
         """Return a copy of the rounds with another launch."""

@@ -79,7 +79,7 @@ def _reason(name: str, spec: StudySpec, profiled: Profiled | None) -> str:
         frozen = profiled is None or profiled.profile.trainable_params < profiled.profile.params
         is_fp16 = precision_of(spec.ds_config) == "fp16"
         return "" if frozen and is_fp16 else "it is for frozen parameters in fp16"
-    ranks = (profiled and profiled.data_parallel_size) or spec.data_parallel_ranks
+    ranks = spec.data_parallel_ranks if profiled is None else profiled.data_parallel_size
     steps = batch_triangle(effective(spec.ds_config), world_size=ranks).gradient_accumulation_steps
     if name == ZENFLOW and (steps > 1 or spec.train_batch_size is not None or spec.batch == "keep"):
         return "it replaces gradient accumulation"

@@ -44,18 +44,18 @@ class Profiled(Record):
     only_zero_3: bool = False
     """Whether the script builds its model within ``deepspeed.zero.Init`` at any stage, which ZeRO 3 alone takes."""
     start_s: float | None = None
-    """Seconds of the profile launch outside training steps; None in profiles of older versions."""
+    """Seconds of the profile launch outside training steps; None if unknown."""
     least_micro_batch: int = 1
     """Smallest micro-batch that the script trains with, as far as known: larger than 1 where it failed at less."""
     micro_batch_multiple: int = 1
     """Number of which the script's micro-batches must be multiples, as an error said."""
     holds_accumulation: bool = False
     """True if the script accumulates by a number in its own code: every trial then has the user's steps."""
-    data_parallel_size: int | None = None
-    """Ranks that consume different samples; None for all ranks (profiles of older versions)."""
-    takes_local_rank: str | bool = ""
+    data_parallel_size: int
+    """Ranks that consume different samples."""
+    takes_local_rank: str = ""
     """The script's option ``--local_rank``, which the ``deepspeed`` launcher passes, or ``--local-rank``, which
-    ``torch.distributed.launch`` does; True for the former in profiles of older versions, empty or False for none."""
+    ``torch.distributed.launch`` does; empty for none."""
     starts_ranks: bool = False
     """Whether the script starts its ranks by ``torch.multiprocessing``, and so trains without a launcher."""
     joins_ranks: bool = False
@@ -213,13 +213,11 @@ class Profiled(Record):
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Profiled:
-        """Build from the output of ``to_json`` of this version or an older version, which used the key ``rung``.
+        """Build from the output of ``to_json``.
 
         Raises:
             ValueError: If a field is missing, or names what no profile launch learns: a shared database is not trusted.
         """
-        if "rung" in record:
-            record = {"measured_with": record["rung"], **record}
         result = super().from_json(record)
         strange = [
             name

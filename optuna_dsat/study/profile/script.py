@@ -43,7 +43,7 @@ def user_config(spec: StudySpec, *, data_parallel_size: int | None = None) -> tu
 
 
 def enqueue_user_config(
-    study: optuna.Study, *, store: Store, spec: StudySpec, space: SearchSpace, data_parallel_size: int | None
+    study: optuna.Study, *, store: Store, spec: StudySpec, space: SearchSpace, data_parallel_size: int
 ) -> None:
     """Enqueue the user's config as the first trial of a study, once per study, unless disabled in the spec."""
     if not spec.enqueue_user_config:
@@ -90,7 +90,7 @@ def follow_script(
     trainer: ScriptTrainer | None,
     defaults: Mapping[str, int],
     batch: BatchRule | None,
-    ranks: int | None,
+    ranks: int,
     options: Mapping[str, str] = MappingProxyType({}),
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> StudySpec:
@@ -112,7 +112,6 @@ def follow_script(
         }
     )
     followed = follow_trainer(spec.model_copy(update={"ds_config": config, "script": script}), trainer, defaults)
-    ranks = ranks or spec.data_parallel_ranks
     followed = follow_batch(followed, batch, ranks=ranks)
     if spec.batch == "keep" and spec.train_batch_size is None:
         return followed.model_copy(update={"train_batch_size": own_train_batch_size(followed, ranks=ranks)})
