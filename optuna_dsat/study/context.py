@@ -41,8 +41,9 @@ class StudyContext:
     """Called after each launched trial."""
 
     def say(self, text: str) -> None:
-        """Send a message to the observer."""
-        self.observer(Message(text=text))
+        """Send a message to the observer, unless it is empty."""
+        if text:
+            self.observer(Message(text=text))
 
     def show_phase(self, event: Event, number: int | None) -> None:
         """Tell the observer which phase of a launch an event starts; the trial is None for a profile."""

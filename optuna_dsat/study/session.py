@@ -94,8 +94,7 @@ class Session:
     def _profile(self) -> SearchContext:
         """Return the study with its profile; from then on the spec follows the script's trainer."""
         refused = refused_knobs(self.spec, None)
-        if words := refused_in_words(refused):
-            self._context.say(words)
+        self._context.say(refused_in_words(refused))
         turn = ProfileTurn(
             self._context,
             fingerprint=fingerprint(self.spec, device_names=self._request.device_names),
@@ -112,8 +111,7 @@ class Session:
             self._context.say(f"The script takes its {what} from {option}; it follows each configuration.")
         known = self._context = replace(self._context, spec=profiled.followed_by(self.spec))
         later = {name: why for name, why in refused_knobs(self.spec, profiled).items() if name not in refused}
-        if words := refused_in_words(later):
-            self._context.say(words)
+        self._context.say(refused_in_words(later))
         space = space_of(self.spec, profiled)
         check_nvme(self.spec, profiled, space)
         known.launcher.prepare(

@@ -96,19 +96,15 @@ class ProfileTurn:
                 "The script accumulates gradients by a number in its own code, not by the engine's: every trial keeps "
                 "your gradient_accumulation_steps."
             )
-        if words := self._optimizer_in_words(profiled):
-            self._context.say(words)
-        if words := _checkpointing_in_words(profiled.followed_by(self._spec), profiled):
-            self._context.say(words)
+        self._context.say(self._optimizer_in_words(profiled))
+        self._context.say(_checkpointing_in_words(profiled.followed_by(self._spec), profiled))
         if LEAF_MODULE not in self._spec.kept_knobs and routes_samples(self._spec, profiled):
             self._context.say(
                 f"{' and '.join(profiled.profile.leaf_classes)} routes samples among its parts: at ZeRO 3 it is "
                 f"gathered as a whole ({LEAF_MODULE}), or ranks would gather different parts at the same time."
             )
-        if text := saving_in_words(self._spec, profiled):
-            self._context.say(text)
-        if text := _data_in_words(profiled.followed_by(self._spec), profiled):
-            self._context.say(text)
+        self._context.say(saving_in_words(self._spec, profiled))
+        self._context.say(_data_in_words(profiled.followed_by(self._spec), profiled))
         if objective(self._spec, profiled) != self._spec.metric:
             self._context.say(
                 "FLOPs could not be counted for this model: throughput is optimised instead, "
@@ -179,6 +175,10 @@ class ProfileTurn:
             on_event=lambda event: self._context.show_phase(event, None),
             wait=self._context.wait,
         )
+        return self._saved(profiled, turn)
+
+    def _saved(self, profiled: Profiled, turn: Turn) -> Profiled:
+        """Store a profile; return it."""
         with turn.held("store the profile"):
             self._store.save_profile(self.fingerprint, profiled.to_json(), study_uuid=self._context.study_uuid)
         return profiled
@@ -204,7 +204,7 @@ class ProfileTurn:
         check = check_loss(
             spec,
             {"zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True},
-            data_parallel_size=profiled.data_parallel_size or spec.slots_per_trial,
+            data_parallel_size=profiled.data_parallel_size,
             launch=self._context.launch,
             name="zero",
             steps=_COMPARED_STEPS,
@@ -213,11 +213,9 @@ class ProfileTurn:
         if check.agrees is False:
             allowed = f"{check.precision} explains {check.tolerance:g}"
             result = f"With ZeRO {stage} the first losses differ by {check.difference:.1e}, and {allowed}."
-        profiled = replace(profiled, trains_alike_with_zero=check.agrees is True, zero_comparison=result)
         self.fingerprint += _COMPARED
-        with turn.held("store the profile"):
-            self._store.save_profile(self.fingerprint, profiled.to_json(), study_uuid=self._context.study_uuid)
-        return profiled
+        compared = replace(profiled, trains_alike_with_zero=check.agrees is True, zero_comparison=result)
+        return self._saved(compared, turn)
 
     def _is_to_time(self, profiled: Profiled) -> bool:
         """Return whether the speed of the study's folder on NVMe is still to be measured, on this machine."""
@@ -230,10 +228,7 @@ class ProfileTurn:
         reads, writes = (f"{each / 1e9:.2f} GB/s" for each in (speed.read_bytes_per_s, speed.write_bytes_per_s))
         self._context.say(f"{folder} reads {reads} and writes {writes}.")
         speeds = {**profiled.nvme_bytes_per_s, folder: speed.bytes_per_s}
-        profiled = replace(profiled, nvme_bytes_per_s=speeds)
-        with turn.held("store the profile"):
-            self._store.save_profile(self.fingerprint, profiled.to_json(), study_uuid=self._context.study_uuid)
-        return profiled
+        return self._saved(replace(profiled, nvme_bytes_per_s=speeds), turn)
 
     def _optimizer_in_words(self, profiled: Profiled) -> str:
         """Return which stages are searched for an optimizer that DeepSpeed does not list as tested; else empty."""
@@ -274,8 +269,7 @@ class ProfileTurn:
         words = "The config that the script passes to deepspeed.initialize is the baseline."
         if path:
             words = differences_in_words(differences, file=Path(path).name)
-        if words:
-            self._context.say(words)
+        self._context.say(words)
         passed = [key for key, (value, _) in differences.items() if value is not None]
         for text in misspelt_in_words(passed):
             self._context.say(text)
@@ -315,7 +309,7 @@ def _checkpointing_in_words(spec: StudySpec, profiled: Profiled) -> str:
 
 def _data_in_words(spec: StudySpec, profiled: Profiled) -> str:
     """Return how the amount of training data bounds the search; empty if it does not."""
-    ranks = profiled.data_parallel_size or spec.slots_per_trial
+    ranks = profiled.data_parallel_size
     cap, samples = micro_batch_cap(spec, profiled), profiled.samples_per_rank
     own_batch = own_train_batch_size(spec, ranks=ranks)
     bound = largest_global_batch(spec, profiled, own=own_batch)
