@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.harness.simulated import SimulatedProfile
+
 Numbers = float | NDArray[np.float64]
 """One value, or one for each of several micro-batches."""
 
@@ -49,19 +51,25 @@ _HOST_COPY_S = 0.0002
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
+class Net:
     """What is trained."""
 
     params: int
-    layers: int
     largest_layer_params: int
     """Parameters of the largest single module (the embedding, mostly)."""
-    matrix_params: int
-    """Elements of a typical weight matrix: below the persistence threshold, ZeRO 3 never partitions it."""
     flops_per_sample: float
     """Forward and backward."""
     activation_bytes: int
-    """Per sample, at the end of the forward pass."""
+    """Per sample, at the end of the forward pass, at a micro-batch of 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model(Net):
+    """What is trained on the named landscapes."""
+
+    layers: int
+    matrix_params: int
+    """Elements of a typical weight matrix: below the persistence threshold, ZeRO 3 never partitions it."""
     half_batch: float
     """Micro-batch at which the GPU reaches half its speed."""
     other_s: float = 0.002
@@ -69,23 +77,26 @@ class Model:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class Hardware:
     """What it is trained on."""
 
+    kind: str = "cuda"
+    """``cuda`` or ``cpu``."""
     gpus: int
+    """Devices, or ranks on the CPU."""
     gpus_per_node: int
     device_bytes: int
+    """Of one device, or one rank's share of the host's memory."""
     host_bytes: int
     """Of one node."""
     flops: float
-    """FLOP/s of one GPU at large micro-batches, as reached, not as advertised."""
-    hbm_bytes_per_s: float
+    """FLOP/s of one device at large micro-batches, as reached, not as advertised."""
     link_bytes_per_s: float
-    """Of one GPU in a collective over all GPUs."""
+    """Of one device in a collective over all devices."""
     link_latency_s: float
     """Of one collective."""
     pcie_bytes_per_s: float
-    """Of one GPU."""
+    """Of one device."""
     adam_params_per_s: float
     """Parameters that the CPUs of one node update per second."""
 
@@ -93,6 +104,13 @@ class Machine:
     def nodes(self) -> int:
         """Hosts."""
         return -(-self.gpus // self.gpus_per_node)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine(Hardware):
+    """What the named landscapes are trained on."""
+
+    hbm_bytes_per_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +192,67 @@ class Settings:
             persistence=size("stage3_param_persistence_threshold", 1e5),
             sub_group=size("sub_group_size", 1e9),
             ratio=float((zero.get("offload_optimizer") or {}).get("ratio", 1.0)) if offload and stage == 3 else 1.0,
+        )
+
+
+class OnHardware:
+    """What a named landscape and a machine drawn at random have in common: a net that is trained on hardware."""
+
+    net: Net
+    hardware: Hardware
+
+    @property
+    def slots(self) -> int:
+        """Devices of one launch."""
+        return self.hardware.gpus
+
+    @property
+    def nodes(self) -> int:
+        """Hosts."""
+        return self.hardware.nodes
+
+    @property
+    def kind(self) -> str:
+        """``cuda`` or ``cpu``."""
+        return self.hardware.kind
+
+    @property
+    def device_bytes(self) -> int:
+        """Memory of one device."""
+        return self.hardware.device_bytes
+
+    @property
+    def params(self) -> int:
+        """Parameters of the model."""
+        return self.net.params
+
+    @property
+    def flops_per_sample(self) -> float:
+        """FLOPs of forward and backward, as profiled."""
+        return self.net.flops_per_sample
+
+    def _config(self, zero: Mapping[str, Any], micro_batch: int) -> dict[str, Any]:
+        """Return the config that every method starts from; fp16, because the older peers know nothing else."""
+        return {
+            "train_micro_batch_size_per_gpu": micro_batch,
+            "gradient_accumulation_steps": 1,
+            "fp16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+            "zero_optimization": dict(zero),
+        }
+
+    def _profile(self, *, activations: float, peak_bytes: float) -> SimulatedProfile:
+        """Return what a profile launch measures; it sees ``activations``, relative to the truth."""
+        return SimulatedProfile(
+            params=self.params,
+            trainable_params=self.params,
+            largest_layer_params=self.net.largest_layer_params,
+            param_bytes=_HALF,
+            activation_bytes_per_sample=max(1, int(self.net.activation_bytes * activations)),
+            flops_per_sample=max(1, int(self.flops_per_sample)),
+            device_memory_bytes=self.device_bytes,
+            host_memory_bytes=self.hardware.host_bytes,
+            peak_bytes=int(peak_bytes),
         )
 
 

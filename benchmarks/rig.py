@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.named_landscapes import Computed
 from benchmarks.recorded import Recorded
 from optuna_dsat.launch.measurement import LaunchRecord
-from optuna_dsat.launch.protocol import Finished, Holder, LaunchRequest, LaunchUpdate, Observed, ScriptCommand
+from optuna_dsat.launch.protocol import Finished, LaunchRequest, LaunchUpdate, Observed, ScriptCommand
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.runtime.agent.preload import Preload
 from tests.harness.simulated import SimulatedLauncher
 
 COMMAND = ScriptCommand(script="train.py", cwd="/", config_path="ds_config.json")
@@ -41,8 +40,8 @@ class Launch:
     """The launch that it continued; empty if it started its own processes."""
 
 
-class Rig:
-    """A simulated machine with a budget. Implements the tuner's ``Launcher`` protocol.
+class Rig(SimulatedLauncher):
+    """A simulated machine with a budget.
 
     Each trial counts as a launch here, also if it continues another.
 
@@ -63,41 +62,16 @@ class Rig:
         seed: int = 0,
         continues: bool = False,
     ) -> None:
+        super().__init__(landscape, total_slots=landscape.slots, noise=noise, seed=seed, continues=continues)
         self.landscape = landscape
-        self.continues = continues
         self.launches: list[Launch] = []
         self.results: Sequence[Mapping[str, Any] | None] | None = None
         """After each launch the config that the search would hand over; None for peers, which name none."""
         self.statements: Sequence[tuple[Mapping[str, Any], float]] = ()
         """The config held and what may be left to gain as the method states it, the last at the end of the search."""
         self._budget = budget
-        self._launcher = SimulatedLauncher(
-            landscape, total_slots=landscape.slots, noise=noise, seed=seed, continues=continues
-        )
         self._requests: dict[str, LaunchRequest] = {}
         self._records: dict[str, LaunchRecord] = {}
-
-    @property
-    def free_slots(self) -> int:
-        """Slots that a launch could take now."""
-        return self._launcher.free_slots
-
-    @property
-    def total_slots(self) -> int:
-        """Slots of the machine."""
-        return self._launcher.total_slots
-
-    @property
-    def waiting(self) -> Collection[str]:
-        """Launches that have no slots yet."""
-        return self._launcher.waiting
-
-    def holders(self) -> Sequence[Holder]:
-        """Return nobody, as the simulated machine is the search's own."""
-        return self._launcher.holders()
-
-    def prepare(self, preload: Preload, *, operators: Sequence[str] = ()) -> None:
-        """Nothing is imported or compiled in a simulation."""
 
     def start(self, request: LaunchRequest) -> None:
         """Start a launch.
@@ -108,7 +82,7 @@ class Rig:
         used = sum(launch.purpose != "profile" for launch in self.launches) + len(self._requests)
         if request.purpose != "profile" and used >= self._budget:
             raise BudgetSpentError
-        self._launcher.start(request)
+        super().start(request)
         self._requests[request.launch_id] = request
         self._records[request.launch_id] = LaunchRecord(
             world_size=request.slots, start_profile_step=request.start_profile_step
@@ -116,21 +90,13 @@ class Rig:
 
     def poll(self, timeout_s: float) -> Sequence[LaunchUpdate]:
         """Advance to the next thing that happens and keep what is over."""
-        updates = self._launcher.poll(timeout_s)
+        updates = super().poll(timeout_s)
         for update in updates:
             if isinstance(update, Observed):
                 self._records[update.launch_id].add(update.event)
             elif isinstance(update, Finished):
                 self._keep(update)
         return updates
-
-    def stop(self, launch_id: str, *, outcome: Outcome = Outcome.PRUNED, message: str = "") -> None:
-        """End a launch early."""
-        self._launcher.stop(launch_id, outcome=outcome, message=message)
-
-    def close(self) -> None:
-        """End everything still running."""
-        self._launcher.close()
 
     def measure(self, ds_config: Mapping[str, Any], *, purpose: str = "trial") -> Launch:
         """Run one launch to its end, as the tuner would run it; for methods that know no launcher.
@@ -174,7 +140,7 @@ class Rig:
                     "activation_mem_per_gpu": profile.activation_bytes_per_sample,
                     "gpu_mem": profile.device_memory_bytes,
                 },
-                ended_s=self._launcher.now_s,
+                ended_s=self.now_s,
                 launch_id=update.launch_id,
                 root=update.report.root,
             )

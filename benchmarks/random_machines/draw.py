@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from benchmarks.physics import Hardware, Net
 from benchmarks.random_machines.forms import Curve, Tiles, draw_compute, draw_memory, draw_size_effect, draw_walk
 
 _T = TypeVar("_T")
@@ -63,44 +64,18 @@ _LEAST_COMPUTE = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Net:
+class DrawnNet(Net):
     """What is trained."""
 
     family: str
-    params: int
-    largest_layer_params: int
-    activation_bytes: int
-    """Per sample, at a micro-batch of 1."""
-    flops_per_sample: float
-    """Forward and backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hardware:
+class DrawnHardware(Hardware):
     """What it is trained on."""
 
-    kind: str
-    """``cuda`` or ``cpu``."""
-    gpus: int
-    """Devices, or ranks on the CPU."""
-    gpus_per_node: int
-    device_bytes: int
-    """Of one device, or one rank's share of the host's memory."""
-    host_bytes: int
-    flops: float
-    """FLOP/s of one device at full speed."""
-    link_bytes_per_s: float
-    link_latency_s: float
-    pcie_bytes_per_s: float
-    adam_params_per_s: float
-    """Parameters of one node that its CPUs update per second."""
     startup_s: float
     """Seconds of a launch before its first step."""
-
-    @property
-    def nodes(self) -> int:
-        """Hosts."""
-        return -(-self.gpus // self.gpus_per_node)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +83,8 @@ class Drawn:
     """Everything that decides what becomes of a launch."""
 
     seed: int
-    net: Net
-    hardware: Hardware
+    net: DrawnNet
+    hardware: DrawnHardware
     compute: Curve
     activations: Curve
     tiles: Tiles | None
@@ -292,10 +267,10 @@ def _refused(dice: random.Random, *, realistic: bool) -> frozenset[tuple[int, bo
     return frozenset(structure for structure in STRUCTURES if (structure[0] == 3, *structure[1:])[place])
 
 
-def _hardware(dice: random.Random) -> Hardware:
+def _hardware(dice: random.Random) -> DrawnHardware:
     if dice.random() < 0.15:
         ranks, host = dice.choice((1, 2, 4)), 2 ** dice.uniform(4, 8) * GIB
-        return Hardware(
+        return DrawnHardware(
             kind="cpu",
             gpus=ranks,
             gpus_per_node=ranks,
@@ -311,7 +286,7 @@ def _hardware(dice: random.Random) -> Hardware:
     gpus = dice.choice((1, 1, 2, 4, 8, 8, 16, 32, 64))
     per_node = min(gpus, dice.choice((1, 2, 4, 8, 8)))
     link = dice.uniform(8.7, 10) if gpus > per_node else dice.uniform(9.3, 11.6)
-    return Hardware(
+    return DrawnHardware(
         kind="cuda",
         gpus=gpus,
         gpus_per_node=per_node,
@@ -326,7 +301,7 @@ def _hardware(dice: random.Random) -> Hardware:
     )
 
 
-def _net(dice: random.Random, hardware: Hardware) -> Net:
+def _net(dice: random.Random, hardware: Hardware) -> DrawnNet:
     """Return a model that the machine can hold, and of which a sample takes at most some seconds."""
     while True:
         family = dice.choice(list(_FAMILIES))
@@ -337,7 +312,7 @@ def _net(dice: random.Random, hardware: Hardware) -> Net:
         flops_per_sample = params * 10 ** dice.uniform(*flops)
         if states < room and flops_per_sample / hardware.flops < _LONGEST_SAMPLE_S[hardware.kind]:
             break
-    return Net(
+    return DrawnNet(
         family=family,
         params=int(params),
         largest_layer_params=int(params * dice.uniform(0.02, 0.3)),

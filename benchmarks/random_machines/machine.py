@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.physics import Settings
-from benchmarks.random_machines.draw import FLAGS, Drawn, draw
+from benchmarks.physics import OnHardware, Settings
+from benchmarks.random_machines.draw import FLAGS, Drawn, DrawnHardware, DrawnNet, draw
 from benchmarks.random_machines.forms import Array
 from optuna_dsat.outcome import Outcome
 from tests.harness.simulated import SimulatedProfile, SimulatedResult
@@ -26,7 +26,7 @@ _SMALLEST_SIZE = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class RandomMachine:
+class RandomMachine(OnHardware):
     """A model on a machine. Implements ``tests.harness.simulated.Landscape``."""
 
     drawn: Drawn
@@ -40,7 +40,7 @@ class RandomMachine:
     @property
     def about(self) -> str:
         """Model, machine and the forms that decide its times."""
-        net, hardware = self.drawn.net, self.drawn.hardware
+        net, hardware = self.net, self.hardware
         device = "GPUs" if hardware.kind == "cuda" else "CPU ranks"
         return (
             f"{net.family} of {net.params / 1e9:.3g} B parameters on {hardware.gpus} {device} "
@@ -48,34 +48,19 @@ class RandomMachine:
         )
 
     @property
-    def slots(self) -> int:
-        """Devices of one launch."""
-        return self.drawn.hardware.gpus
+    def net(self) -> DrawnNet:  # type: ignore[override]
+        """What is trained."""
+        return self.drawn.net
 
     @property
-    def kind(self) -> str:
-        """``cuda`` or ``cpu``."""
-        return self.drawn.hardware.kind
-
-    @property
-    def params(self) -> int:
-        """Parameters of the model."""
-        return self.drawn.net.params
-
-    @property
-    def device_bytes(self) -> int:
-        """Memory of one device."""
-        return self.drawn.hardware.device_bytes
-
-    @property
-    def nodes(self) -> int:
-        """Hosts."""
-        return self.drawn.hardware.nodes
+    def hardware(self) -> DrawnHardware:  # type: ignore[override]
+        """What it is trained on."""
+        return self.drawn.hardware
 
     @property
     def flops_per_sample(self) -> float:
         """FLOPs of forward and backward, as profiled."""
-        return self.drawn.net.flops_per_sample * self.drawn.profiled_flops
+        return self.net.flops_per_sample * self.drawn.profiled_flops
 
     @property
     def user_config(self) -> dict[str, Any]:
@@ -86,40 +71,23 @@ class RandomMachine:
             zero["offload_optimizer"] = {"device": "cpu"}
         if params:
             zero["offload_param"] = {"device": "cpu"}
-        return {
-            "train_micro_batch_size_per_gpu": self.drawn.user_micro_batch,
-            "gradient_accumulation_steps": 1,
-            "fp16": {"enabled": True},
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-            "zero_optimization": zero,
-        }
+        return self._config(zero, self.drawn.user_micro_batch)
 
     @cached_property
     def most(self) -> int:
         """A micro-batch beyond which activations alone fill the device."""
-        return int(2 * self.device_bytes / self.drawn.net.activation_bytes) + 2
+        return int(2 * self.device_bytes / self.net.activation_bytes) + 2
 
     def profile(self, slots: int) -> SimulatedProfile:  # noqa: ARG002 - a machine has its own number of devices
         """Return what a profile launch measures: activations and FLOPs up to 20 % wrong."""
-        net, hardware = self.drawn.net, self.drawn.hardware
-        settings = Settings.of(self.user_config)
-        return SimulatedProfile(
-            params=net.params,
-            trainable_params=net.params,
-            largest_layer_params=net.largest_layer_params,
-            param_bytes=_HALF,
-            activation_bytes_per_sample=max(1, int(net.activation_bytes * self.drawn.profiled_activations)),
-            flops_per_sample=max(1, int(self.flops_per_sample)),
-            device_memory_bytes=hardware.device_bytes,
-            host_memory_bytes=hardware.host_bytes,
-            peak_bytes=int(self._allocated(settings, np.ones(1))[0]),
-        )
+        peak = self._allocated(Settings.of(self.user_config), np.ones(1))[0]
+        return self._profile(activations=self.drawn.profiled_activations, peak_bytes=float(peak))
 
     def run(self, ds_config: Mapping[str, Any], slots: int) -> SimulatedResult:  # noqa: ARG002 - see profile
         """Return what becomes of a launch, without noise."""
         settings = Settings.of(ds_config)
         sizes = np.array([float(ds_config["train_micro_batch_size_per_gpu"])])
-        hardware = self.drawn.hardware
+        hardware = self.hardware
         if structure_of(settings) in self.drawn.refused:
             return SimulatedResult(
                 outcome=Outcome.INVALID_CONFIG, startup_s=hardware.startup_s * 0.6, message="this is not supported here"
@@ -152,9 +120,7 @@ class RandomMachine:
 
     def fits(self, settings: Settings, sizes: Array) -> NDArray[np.bool_]:
         """Return for each micro-batch whether it runs; shape of ``sizes``."""
-        runs = (
-            structure_of(settings) not in self.drawn.refused and self.host(settings) <= self.drawn.hardware.host_bytes
-        )
+        runs = structure_of(settings) not in self.drawn.refused and self.host(settings) <= self.hardware.host_bytes
         return (self.device(settings, sizes) <= self.device_bytes) & runs
 
     def step_s(self, settings: Settings, sizes: Array) -> Array:
@@ -164,7 +130,7 @@ class RandomMachine:
 
     def host(self, settings: Settings) -> float:
         """Return bytes on one host that offload takes."""
-        hardware, net = self.drawn.hardware, self.drawn.net
+        hardware, net = self.hardware, self.net
         owned = net.params / hardware.gpus
         optimizer = (_ADAM + 4) * settings.host_share(owned) + _HALF * settings.offload_optimizer
         per_rank = optimizer * owned + _HALF * owned * settings.offload_param
@@ -175,26 +141,26 @@ class RandomMachine:
         return self.drawn.context_bytes + (1 + self.drawn.fragmentation) * self._allocated(settings, sizes)
 
     def _allocated(self, settings: Settings, sizes: Array) -> Array:
-        net = self.drawn.net
+        net = self.net
         activations = net.activation_bytes * sizes * self.drawn.activations.at(sizes)
         return self._states(settings) + activations
 
     def _states(self, settings: Settings) -> float:
         """Return bytes of model states and buffers on a device (ZeRO, arXiv:1910.02054, table 1), with a deviation."""
-        params, ranks = self.drawn.net.params, self.drawn.hardware.gpus
+        params, ranks = self.net.params, self.hardware.gpus
         owned = params / ranks
         weights = _HALF * (owned if settings.stage == 3 else params) * (not settings.offload_param)
         gradients = _GRADIENTS * (owned if settings.stage >= 2 else params)
         adam = (1 - settings.host_share(owned)) * _ADAM * (owned if settings.stage else params)
         buffers = min(settings.bucket, params) * _HALF * (1 + settings.overlap)
         if settings.stage == 3:
-            gathered = self.drawn.net.largest_layer_params + min(settings.prefetch, params)
+            gathered = self.net.largest_layer_params + min(settings.prefetch, params)
             buffers += _HALF * min(float(params), gathered + min(settings.max_live, settings.max_reuse) / 4)
         return (weights + gradients + adam) * self.drawn.structure_bytes[structure_of(settings)] + buffers
 
     def _parts(self, settings: Settings, sizes: Array) -> tuple[Array, Array, Array, Array]:
         """Return seconds of forward, backward, optimizer step and the rest of one global step."""
-        drawn, hardware, net = self.drawn, self.drawn.hardware, self.drawn.net
+        drawn, hardware, net = self.drawn, self.hardware, self.net
         work = drawn.tiles.work(sizes) if drawn.tiles else sizes
         compute = net.flops_per_sample / hardware.flops * work * drawn.compute.at(sizes)
         compute = compute * (1 + drawn.pressure * self._excess(settings, sizes))
@@ -213,7 +179,7 @@ class RandomMachine:
 
     def _communication(self, settings: Settings) -> tuple[float, float]:
         """Return seconds of collectives per micro-batch and per optimizer step; ring collectives of fp16 elements."""
-        hardware, net = self.drawn.hardware, self.drawn.net
+        hardware, net = self.hardware, self.net
         seconds = _HALF * net.params * (hardware.gpus - 1) / hardware.gpus / hardware.link_bytes_per_s
         if not self.drawn.realistic:
             return seconds, seconds
@@ -224,7 +190,7 @@ class RandomMachine:
         return per_micro, {0: 2 * seconds, 1: 2 * seconds, 2: seconds, 3: 0.0}[settings.stage]
 
     def _update(self, settings: Settings) -> float:
-        hardware, net = self.drawn.hardware, self.drawn.net
+        hardware, net = self.hardware, self.net
         owned = net.params / hardware.gpus if settings.stage else float(net.params)
         share, on_device = settings.host_share(owned), 30 * owned / (hardware.flops / 100)
         if not settings.offload_optimizer:

@@ -87,9 +87,9 @@ def test_no_memory_model_is_an_oracle_here() -> None:
         profile = memory.ModelProfile.from_json(vars(landscape.profile(landscape.slots)))
         hardware = memory.Hardware(
             world_size=landscape.slots,
-            ranks_per_node=landscape.machine.gpus_per_node,
-            device_memory_bytes=landscape.machine.device_bytes,
-            host_memory_bytes=landscape.machine.host_bytes,
+            ranks_per_node=landscape.hardware.gpus_per_node,
+            device_memory_bytes=landscape.hardware.device_bytes,
+            host_memory_bytes=landscape.hardware.host_bytes,
         )
         best = best_of(reached(landscape.name))
         predicted = memory.largest_micro_batch(profile, config_of(landscape, best, 1), hardware=hardware)

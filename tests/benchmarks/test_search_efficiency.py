@@ -80,7 +80,7 @@ def test_a_rig_refuses_launches_beyond_its_budget_but_not_profiles() -> None:
     with pytest.raises(BudgetSpentError):
         rig.measure(FAST.user_config)
     assert [item.purpose for item in rig.launches] == ["profile", "trial"]
-    assert rig.launches[0].profile["num_params"] == FAST.model.params
+    assert rig.launches[0].profile["num_params"] == FAST.net.params
 
 
 def test_held_is_what_a_search_hands_over_or_what_measured_best() -> None:
