@@ -117,7 +117,6 @@ def _named_in(result: Any, *, folders: Sequence[Path], depth: int = 6, within: s
         yield from _named_in(value, folders=folders, depth=depth - 1, within=f"{within}{key}.")
 
 
-_FORMATS = (".json", ".yaml", ".yml")
 _BATCH_KEYS = frozenset({TRAIN_BATCH, MICRO_BATCH, GRADIENT_ACCUMULATION})
 _DEPTH = 6
 """Maximum nesting depth at which a section is searched for."""
@@ -183,7 +182,7 @@ def settings_copy(
     sizes, ``own`` the config that the script itself passes. ``sections`` is whether the config may be a section of the
     file. ``best_config`` is the path that replaces ``user_config`` in the copy.
     """
-    files = [file for arg in args if (file := Path(cwd) / arg.rpartition("=")[2]).suffix in _FORMATS]
+    files = [file for arg in args if (file := Path(cwd) / arg.rpartition("=")[2]).suffix in _SETTINGS]
     is_setting = source.get("kind") == "setting"
     sources = [file for file in files if is_setting and names_file(source["file"], file, cwd=cwd)]
     changes_batch = bool(sources) and config[MICRO_BATCH] != source["own"]
