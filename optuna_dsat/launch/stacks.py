@@ -84,7 +84,7 @@ def request_stacks(log_dir: Path, ranks: Mapping[int, ProcessKey]) -> None:
     """Have the ranks of this machine that can write their stacks."""
     for rank, key in ranks.items():
         # Without its file, a rank has no handler and the signal would end it.
-        if STACK_SIGNAL is not None and key.alive and stacks_path(log_dir, rank).exists():
+        if key.alive and stacks_path(log_dir, rank).exists():
             with suppress(OSError):
                 os.kill(key.pid, STACK_SIGNAL)
 

@@ -65,7 +65,7 @@ AGENT_ENV = "OPTUNA_DSAT_AGENT_PID"
 EXIT_LIMIT_S = 5.0
 """Maximum duration of exit handlers (``finally``, ``with``, ``atexit``) after the last record of a rank."""
 
-_EXIT_SIGNAL = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
+_EXIT_SIGNAL = signal.SIGRTMAX - 2
 """Signal that raises ``SystemExit`` in the main thread, even if it is waiting, after training in another thread."""
 
 _PR_SET_PDEATHSIG = 1
@@ -316,9 +316,7 @@ def _show(error: BaseException) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent, as recorded by the parent, ends or has ended; on Linux."""
-    if not sys.platform.startswith("linux"):
-        return
+    """Have the kernel kill this process when its parent, as recorded by the parent, ends or has ended."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -91,8 +91,8 @@ def declares_option(call: ast.Call) -> bool:
     return called_name(call) in ("add_argument", "add_option", "option", "Option", "Argument")
 
 
-STACK_SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else None
-"""Signal that makes a rank append the stacks of its threads to its file; None on systems without a free signal."""
+STACK_SIGNAL = signal.SIGRTMAX - 3
+"""Signal that makes a rank append the stacks of its threads to its file."""
 
 
 def stacks_path(log_dir: Path, rank: int | str) -> Path:
@@ -102,8 +102,6 @@ def stacks_path(log_dir: Path, rank: int | str) -> Path:
 
 def register_stacks(log_dir: Path, rank: int) -> None:
     """Append the stacks of all threads to the rank's file at each ``STACK_SIGNAL``."""
-    if STACK_SIGNAL is None:
-        return
     with contextlib.suppress(OSError):
         path = stacks_path(log_dir, rank)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)

@@ -57,14 +57,12 @@ def note_created_files(record: Path) -> None:
             _note_new(record, os.fsdecode(args[0]))
 
     sys.addaudithook(look)
-    with contextlib.suppress(ImportError):  # a platform without it
-        posix = importlib.import_module("_posixshmem")
 
-        @patch(posix, "shm_open", copies=True)
-        def shm_open(original: Any, path: Any, flags: int, *rest: Any, **named: Any) -> Any:
-            if flags & os.O_CREAT:
-                _note_new(record, str(SHARED_MEMORY / str(path).lstrip("/")))
-            return original(path, flags, *rest, **named)
+    @patch(importlib.import_module("_posixshmem"), "shm_open", copies=True)
+    def shm_open(original: Any, path: Any, flags: int, *rest: Any, **named: Any) -> Any:
+        if flags & os.O_CREAT:
+            _note_new(record, str(SHARED_MEMORY / str(path).lstrip("/")))
+        return original(path, flags, *rest, **named)
 
 
 def share_multiprocessing_folder(util: Any) -> None:
@@ -138,11 +136,11 @@ def is_held(lock: Path) -> bool:
         return False
     if signer:
         node, space, pid, start = (*signer, *("",) * 4)[:4]
-        if _PROC.is_dir() and (node, space) == (platform.node(), process_space()):
+        if (node, space) == (platform.node(), process_space()):
             return pid.isdigit() and str(start_ticks(int(pid))) == start
         seen = False
     else:
-        seen = _PROC.is_dir() and not _is_shared(lock.parent) and (made.st_uid == os.getuid() or os.getuid() == 0)
+        seen = not _is_shared(lock.parent) and (made.st_uid == os.getuid() or os.getuid() == 0)
     return not seen and time.time() - made.st_mtime <= _ABANDONED_S
 
 

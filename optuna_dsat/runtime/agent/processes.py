@@ -10,7 +10,6 @@ import ctypes
 import os
 import re
 import signal
-import sys
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -196,9 +195,8 @@ def _is_program(pid: int) -> bool:
 
 
 def adopt_orphans() -> None:
-    """Make orphaned descendants children of this process. Does nothing outside Linux."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    """Make orphaned descendants children of this process."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def own_children() -> set[ProcessKey]:

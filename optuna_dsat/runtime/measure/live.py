@@ -63,7 +63,7 @@ def forget_shapes(engine: Any) -> None:
 def release_cached_memory(accelerator: Any) -> None:
     """Give free memory back to the device or the system: blocks of smaller sizes cannot serve larger ones."""
     accelerator.empty_cache()
-    if sys.platform == "linux" and accelerator.device_name() == "cpu":
+    if accelerator.device_name() == "cpu":
         with contextlib.suppress(OSError, AttributeError):  # a C library without it
             ctypes.CDLL("libc.so.6").malloc_trim(0)
 

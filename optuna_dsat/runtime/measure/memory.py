@@ -55,15 +55,9 @@ class MemoryPeaks:
 
 
 def read_process_memory() -> ProcessMemory:
-    """Read ``/proc/self/status``, or the peak resident set from ``getrusage`` on systems without it."""
-    try:
-        lines = _STATUS.read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        return ProcessMemory(data=0, resident=peak, peak_resident=peak)
+    """Read ``/proc/self/status``."""
     kib = {"VmData": 0, "VmRSS": 0, "VmHWM": 0}
-    for line in lines:
+    for line in _STATUS.read_text(encoding="ascii", errors="replace").splitlines():
         name, _, value = line.partition(":")
         if name in kib:
             kib[name] = int(value.split()[0])
@@ -161,10 +155,7 @@ def unlink_shared_buffers(maps: Path = Path("/proc/self/maps")) -> None:
     They stay mapped until the last rank of this host ends; otherwise each rank leaves 66 MiB in ``/dev/shm``.
     Call it after all ranks have mapped them, i.e. after the first step.
     """
-    try:
-        lines = maps.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return  # no such file outside Linux
+    lines = maps.read_text(encoding="utf-8", errors="replace").splitlines()
     for path in {line.split(maxsplit=5)[-1] for line in lines if "/dev/shm/deepspeed_" in line}:
         with contextlib.suppress(OSError):  # another rank has unlinked it
             Path(path).unlink()
