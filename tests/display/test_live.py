@@ -21,6 +21,7 @@ from optuna_dsat.display.lines import LineView
 from optuna_dsat.display.live import NotebookView, make_observer, render
 from optuna_dsat.display.stopping import STOP_MESSAGE, Stopping
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.signals import ENDING
 from optuna_dsat.store import Store
 from optuna_dsat.study import progress
 from optuna_dsat.study.confirm.speeds import Speed
@@ -348,12 +349,15 @@ def states(folder: Path) -> list[TrialState]:
         return [trial.state for trial in study.get_trials(deepcopy=False)]
 
 
-def test_on_a_terminal_launches_are_rows_that_follow_its_width(tmp_path: Path) -> None:
+def test_on_a_terminal_launches_are_rows_that_follow_its_width_and_all_is_drawn_anew(tmp_path: Path) -> None:
     with terminal(command(tmp_path, pause_s=0.06, trials=6), width=130) as screen:
         screen.wait_for("to best")
         screen.wait_for("\u2588")
         screen.wait_for("of 60.00 GiB")
+        screen.wait_for("Trial 0: ZeRO 2, micro-batch 2: ")
+        screen.wait_for("Best in the search")
         place = screen.resize(60)
+        place = screen.wait_for("\x1b[2J", after=place)
         place = screen.wait_for("running", after=place)
         place = screen.wait_for("running", after=place)
         assert screen.wait() == 0
@@ -362,17 +366,6 @@ def test_on_a_terminal_launches_are_rows_that_follow_its_width(tmp_path: Path) -
     assert max(len(line) for line in frames.replace("\r", "\n").splitlines()) <= 60
     assert COLOUR.search(screen.written)
     assert screen.written.rindex("\x1b[?25h") > screen.written.rindex("\x1b[?25l")
-    assert "Trial 0: ZeRO 2, micro-batch 2: " in screen.plain()
-
-
-def test_after_a_resize_all_is_drawn_anew(tmp_path: Path) -> None:
-    with terminal(command(tmp_path, pause_s=0.06, trials=6), width=130) as screen:
-        screen.wait_for("Trial 0: ZeRO 2, micro-batch 2: ")
-        screen.wait_for("Best in the search")
-        place = screen.resize(60)
-        place = screen.wait_for("\x1b[2J", after=place)
-        place = screen.wait_for("running", after=place)
-        assert screen.wait() == 0
     again = screen.plain(screen.written.rindex("\x1b[2J"))
     words = again[: again.index("running")]
     assert "Study s: at most 6 launches" in words, "what scrolled by is shown again"
@@ -409,8 +402,9 @@ def test_ctrl_c_twice_stops_at_once(tmp_path: Path) -> None:
     assert attributes.OUTCOME  # what was in flight stays as it is until someone goes on: tests/store/test_reclaim.py
 
 
-@pytest.mark.parametrize("number", [signal.SIGQUIT, signal.SIGUSR1, signal.SIGXCPU])
+@pytest.mark.parametrize("number", [signal.SIGQUIT, signal.SIGXCPU])
 def test_what_else_ends_a_process_ends_a_search_as_ctrl_c_does(tmp_path: Path, number: signal.Signals) -> None:
+    assert signal.SIGUSR1 in ENDING
     with terminal(command(tmp_path, pause_s=0.1), width=130, NO_COLOR="1") as screen:
         screen.wait_for("2 running")
         for _ in range(1 if number == signal.SIGQUIT else 2):
@@ -432,13 +426,10 @@ def test_a_search_whose_terminal_is_closed_returns_what_is_in_flight(tmp_path: P
     assert TrialState.WAITING in result
 
 
-@pytest.mark.parametrize("quiet", [False, True])
-def test_a_search_that_is_not_told_outlives_its_terminal(tmp_path: Path, quiet: bool) -> None:
-    search = shlex.join([*command(tmp_path, pause_s=0.1, trials=6), *(["--quiet"] if quiet else [])])
-    with terminal(["bash", "-c", f"trap '' HUP; exec {search}"], width=130) as screen:
-        if quiet:
-            wait_until((tmp_path / "study.db").exists, what="it has begun")
-        else:
-            screen.wait_for("2 running")
+def test_a_search_that_is_not_told_outlives_its_terminal(tmp_path: Path) -> None:
+    with terminal(
+        ["bash", "-c", f"trap '' HUP; exec {shlex.join(command(tmp_path, pause_s=0.1, trials=6))}"], width=130
+    ) as screen:
+        screen.wait_for("2 running")
         assert screen.hang_up() == 0
     assert states(tmp_path).count(TrialState.COMPLETE) in (6, 7)  # the best may be repeated with fewer settings
