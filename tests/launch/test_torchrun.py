@@ -120,7 +120,9 @@ def test_a_launch_is_pruned_in_flight_and_the_next_one_starts(launcher: Torchrun
     until(launcher, lambda seen: bool(events(seen, StepMeasured)))
     launcher.stop("trial-0000", message="cannot win")
     launcher.stop("unknown")
-    report = reports(updates_until_finished(launcher))["trial-0000"]
+    updates = updates_until_finished(launcher)  # both may come at once
+    assert [update.report.message for update in updates if isinstance(update, Settled)] == ["cannot win"]
+    report = reports(updates)["trial-0000"]
     assert (report.outcome, report.message) == (Outcome.PRUNED, "cannot win")
     assert_gone(report.pids)
     launcher.start(request(cwd, launch_id="trial-0001", script=STUB, args=("--steps", "1")))
@@ -220,46 +222,33 @@ def settled(launcher: TorchrunLauncher) -> Settled:
     return result[0]
 
 
-def test_a_launch_follows_one_that_is_settled(launcher: TorchrunLauncher, cwd: Path) -> None:
+def test_a_launch_follows_one_that_is_settled_and_a_waiting_one_can_be_stopped(
+    launcher: TorchrunLauncher, cwd: Path
+) -> None:
     launcher.start(request(cwd, launch_id="first", script=STUB))
     with pytest.raises(SlotsBusyError):
         launcher.start(request(cwd, launch_id="too-early", script=STUB))
     assert settled(launcher).report.outcome is Outcome.MEASURED
     assert launcher.free_slots == 2
+    launcher.start(request(cwd, launch_id="stopped", script=STUB))
+    assert launcher.holders()[0].own
+    launcher.stop("stopped", message="not any more")
+    assert not launcher.waiting
     launcher.start(request(cwd, launch_id="second", script=STUB))
     assert launcher.free_slots == 0
     assert tuple(launcher.waiting) == ("second",)
     assert launcher.run_directory("second").config.exists()
     with pytest.raises(SlotsBusyError):
         launcher.start(request(cwd, launch_id="third", script=STUB))
-    ended = reports(updates_until_finished(launcher, 2))
-    assert {name: report.outcome for name, report in ended.items()} == dict.fromkeys(("first", "second"), "measured")
+    ended = reports(updates_until_finished(launcher, 3))
+    assert {name: report.outcome for name, report in ended.items()} == {
+        "first": "measured",
+        "stopped": "pruned",
+        "second": "measured",
+    }
+    assert ended["stopped"].message == "not any more"
     gone = ended["first"].started_at + ended["first"].startup_s + ended["first"].measured_s
     assert ended["second"].started_at >= gone, "never side by side"
-
-
-def test_a_waiting_launch_can_be_stopped(launcher: TorchrunLauncher, cwd: Path) -> None:
-    launcher.start(request(cwd, launch_id="first", script=STUB))
-    settled(launcher)
-    launcher.start(request(cwd, launch_id="second", script=STUB))
-    assert launcher.holders()[0].own
-    launcher.stop("second", message="not any more")
-    assert not launcher.waiting
-    updates: list[LaunchUpdate] = updates_until_finished(launcher, 2)
-    assert (reports(updates)["second"].outcome, reports(updates)["second"].message) == (
-        Outcome.PRUNED,
-        "not any more",
-    )
-    assert launcher.free_slots == 2
-
-
-def test_a_stopped_launch_is_settled_at_once(launcher: TorchrunLauncher, cwd: Path) -> None:
-    launcher.start(request(cwd, launch_id="first", script=STUB, args=("--end", "sleep")))
-    launcher.poll(0.1)
-    launcher.stop("first", message="enough")
-    updates = updates_until_finished(launcher)  # both may come at once
-    assert [update.report.message for update in updates if isinstance(update, Settled)] == ["enough"]
-    assert reports(updates)["first"].outcome is Outcome.PRUNED
 
 
 def test_a_launch_without_memory_is_settled_before_its_processes_are_gone(
@@ -267,6 +256,4 @@ def test_a_launch_without_memory_is_settled_before_its_processes_are_gone(
 ) -> None:
     launcher.start(request(cwd, launch_id="first", device_memory_bytes=150 * 2**20, args=("--batch", "4000000")))
     assert settled(launcher).report.outcome is Outcome.OUT_OF_MEMORY
-    launcher.start(request(cwd, launch_id="second", script=STUB))
-    ended = reports(updates_until_finished(launcher, 2))
-    assert [ended[name].outcome for name in ("first", "second")] == [Outcome.OUT_OF_MEMORY, Outcome.MEASURED]
+    assert reports(updates_until_finished(launcher))["first"].outcome is Outcome.OUT_OF_MEMORY

@@ -44,7 +44,7 @@ def test_a_script_that_trains_without_deepspeed_is_stopped_and_told_why(tmp_path
 def test_a_nested_field_of_a_settings_file(tmp_path: Path) -> None:
     settings = tmp_path / "run.yaml"
     settings.write_text("epochs: 2\ndata: {loader: {batch_size: 3, workers: 0}}\n")
-    fixed = ("--fix", "train_micro_batch_size_per_gpu=6")
+    fixed = ("--fix", "train_micro_batch_size_per_gpu=6", "--no-enqueue-user-config", "--max-trials", "1")
     result, errors = tuned(tmp_path, *fixed, str(SCRIPTS / "settings.py"), "--", str(settings))
     assert "batch size from data.loader.batch_size in run.yaml (now 3)" in errors
     assert result["user_train_batch_size"] == 3

@@ -16,41 +16,10 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.script.trial_class import RUNNER
-from optuna_dsat.study.command import training_command
-from optuna_dsat.study.result import write_best
-from optuna_dsat.study.spec import make_spec
 from tests.harness.commands import ROOT, Command
-from tests.harness.small_model import profiled_of
 
 SCRIPTS = ROOT / "tests" / "scripts" / "printed"
-BEST = {
-    "train_batch_size": 3,
-    "train_micro_batch_size_per_gpu": 3,
-    "gradient_accumulation_steps": 1,
-    "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
-    "zero_optimization": {"stage": 2, "reduce_bucket_size": 10_000, "allgather_bucket_size": 10_000},
-}
-
 pytestmark = pytest.mark.torchrun
-
-
-def printed(folder: Path, script: dict[str, Any], best: dict[str, Any], **facts: Any) -> str:
-    """Return the command that a study of this script prints, its best config written."""
-    folder.joinpath("ds.json").write_text(json.dumps({**BEST, "zero_optimization": {"stage": 1}}))
-    spec = make_spec(
-        name="s",
-        method="random",
-        script={"cwd": str(folder), "config_path": str(folder / "ds.json"), "is_module": False, **script},
-        ds_config={},
-        device="cpu",
-        slots_per_trial=1,
-        output_dir=str(folder / "o"),
-    )
-    path, _ = write_best(folder / "o", best, {})
-    command, names_config = training_command(spec, best, path, profiled=profiled_of(**facts), host_threads=1)
-    assert names_config
-    return command
 
 
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -65,31 +34,6 @@ def run(folder: Path, command: str, environ: Mapping[str, str] | None = None) ->
     )  # fmt: skip
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
-
-
-def test_a_printed_command_trains_with_what_was_found(tmp_path: Path) -> None:
-    for source in SCRIPTS.glob("*.py"):
-        tmp_path.joinpath(source.name).write_text(source.read_text())
-    script = {"script": "plain.py", "args": ("--deepspeed_config", "ds.json")}
-    command = printed(tmp_path, script, BEST, takes_local_rank="--local_rank")
-    assert {"deepspeed", "--num_gpus"} <= set(command.split())
-    run(tmp_path, command)
-    got = json.loads(tmp_path.joinpath("got.json").read_text())
-    assert (got["stage"], got["batch"], got["local_rank"]) == (2, 3, 0)
-
-
-def test_the_printed_command_of_a_deepspeed_trial_trains_it(tmp_path: Path) -> None:
-    example = ROOT / "examples" / "deepspeed_trial"
-    for name in ("model_def.py", "hparams.yaml"):
-        tmp_path.joinpath(name).write_text(example.joinpath(name).read_text())
-    args = (
-        "model_def:MyTrial",
-        *shlex.split("--deepspeed_config ds.json --hparams hparams.yaml --max-length 2batches"),
-    )
-    command = printed(tmp_path, {"script": RUNNER, "is_module": True, "args": args}, BEST)
-    assert "optuna-dsat train model_def:MyTrial" in command
-    run(tmp_path, command)
-    assert list(tmp_path.rglob("*zero_pp_rank_0*")), "a checkpoint of ZeRO 2 is left"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,12 +20,12 @@ __all__ = ["shared", "world"]
 pytestmark = pytest.mark.torchrun
 
 
-def search(folder: Path, shared: Path, method: str, *more: str, trials: int = 2, subprocesses: bool = True) -> Command:
+def search(folder: Path, shared: Path, method: str, *more: str, trials: int = 2) -> Command:
     return Command(
         folder,
         *(method, "train.py", "ds_config.json", "--max-trials", str(trials), "--study", "s", *OPTIONS, *more),
         *("--storage", f"sqlite:///{folder.parent}/study.db", "--output-dir", str(folder.parent / "output")),
-        *("--", str(shared), *(["--subprocess"] if subprocesses else [])),
+        *("--", str(shared), "--subprocess"),
     )
 
 
@@ -46,17 +46,12 @@ def test_the_users_files_are_as_before_though_the_search_was_killed_once(world: 
     assert not any((launch / "world").exists() for launch in launches), "what trials wrote is removed"
 
 
-def test_redirected_writers_leave_the_users_files_as_before(world: Path, shared: Path) -> None:
-    before = state(world, shared)
-    command = search(world, shared, "random", "--isolation", "python", trials=1, subprocesses=False)
-    output, _ = command.finish()
-    assert state(world, shared) == before
-    assert "Trials run without overlays: what Python writes is redirected" in output
-
-
-def test_what_the_tuner_writes_beside_the_script_is_not_blamed_on_it(world: Path, shared: Path) -> None:
+def test_redirected_writers_leave_the_users_files_and_what_the_tuner_writes_beside_is_not_blamed_on_them(
+    world: Path, shared: Path
+) -> None:
     """The database, the output and a log in the working directory; without overlays, as in a container."""
-    options = ("--isolation", "python", "--max-trials", "2", "--confirm", "0", "--study", "s", *OPTIONS)
+    before = state(world, shared)
+    options = ("--isolation", "python", "--max-trials", "1", "--confirm", "0", "--study", "s", *OPTIONS)
     program = (sys.executable, "-c", "from optuna_dsat.cli import main; main()")
     words = shlex.join([*program, "random", "train.py", "ds_config.json", *options, "--", str(shared)])
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -69,8 +64,12 @@ def test_what_the_tuner_writes_beside_the_script_is_not_blamed_on_it(world: Path
         timeout=240,
     )
     assert done.returncode == 0, (world / "errors.log").read_text()
-    assert (world / "optuna-dsat.db").exists()
-    assert "Train with it" in (world / "out.log").read_text()
+    assert state(world, shared).items() >= before.items()
+    made = {path.name.removesuffix("-lock") for path in world.iterdir() if str(path) not in before}
+    assert made == {"optuna-dsat.db", "optuna-dsat-output", "errors.log", "out.log"}
+    output = (world / "out.log").read_text() + (world / "errors.log").read_text()
+    assert "Trials run without overlays: what Python writes is redirected" in output
+    assert "Train with it" in output
 
 
 def test_a_subprocess_that_writes_past_the_redirection_ends_the_search(world: Path, shared: Path) -> None:
