@@ -12,10 +12,12 @@ from optuna_dsat.config.space_builder import SpaceRequest, build_space
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import EngineReady
 from tests.harness.commands import Command
+from tests.harness.entry_points import Run, run_here
 from tests.harness.ranks import Starter, WarmRanks
 
 from .conftest import CONFIG, ROOT, Launch, copy_example
 
+__all__ = ["run_here"]
 pytestmark = pytest.mark.torchrun
 EXAMPLE = "plain"
 
@@ -98,7 +100,9 @@ OPTIONS = (
 )
 
 
-def test_a_module_is_tuned_and_resumed_as_a_script_is(tmp_path: Path) -> None:
+def test_a_module_is_tuned_and_resumed_as_a_script_is(
+    tmp_path: Path, run_here: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = copy_example("module", tmp_path)
     flags = ("--", "--deepspeed_config", CONFIG)
     tuned = Command(folder, "random", "-m", "trainer.train", CONFIG, *OPTIONS, "--quiet", "--json", *flags)
@@ -109,11 +113,13 @@ def test_a_module_is_tuned_and_resumed_as_a_script_is(tmp_path: Path) -> None:
     assert result["command"].endswith(f"--nproc_per_node 2 -m trainer.train --deepspeed_config {best}")
     command = best.parent / "trial-0000" / "command.json"
     assert json.loads(command.read_text())["command"][-4:-2] == ["--module", "trainer.train"]
-    again = Command(folder, "resume", "train-random", *STORAGE, "--quiet", "--json").finish()[0]
-    assert json.loads(again)["value"] == result["value"]
+    monkeypatch.chdir(folder)
+    again = run_here("resume", "train-random", *STORAGE, "--quiet", "--json")
+    assert json.loads(again.stdout)["value"] == result["value"]
     (folder / "trainer" / "train.py").unlink()
-    _, errors = Command(folder, "resume", "train-random", *STORAGE).finish(code=2)
-    assert errors.startswith("optuna-dsat: The module trainer.train is not found from ")
+    refused = run_here("resume", "train-random", *STORAGE)
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("optuna-dsat: The module trainer.train is not found from ")
 
 
 def test_a_mapped_option_is_the_remedy(launch: Launch) -> None:

@@ -13,6 +13,9 @@ from sqlalchemy import MetaData, create_engine, make_url, select
 
 from optuna_dsat.study.options.declaration import STORAGE_ENV
 from tests.harness.commands import Command, search, write_config
+from tests.harness.entry_points import Ended, Run, run_here
+
+__all__ = ["run_here"]
 
 pytestmark = pytest.mark.torchrun
 
@@ -59,7 +62,9 @@ def whole_database(url: str) -> str:
 
 
 @pytest.mark.postgres
-def test_secrets_reach_the_script_and_stand_nowhere_else(tmp_path: Path, secret_url: str) -> None:
+def test_secrets_reach_the_script_and_stand_nowhere_else(
+    tmp_path: Path, secret_url: str, run_here: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_config(tmp_path)
     path = tmp_path / "ds.json"
     config = json.loads(path.read_text())
@@ -79,14 +84,21 @@ def test_secrets_reach_the_script_and_stand_nowhere_else(tmp_path: Path, secret_
         time.sleep(0.2)  # each process lives for seconds, and each look costs one of them its time
     assert len(shown) >= 2
     said = [*tuner.finish(), *shown]
-    stored = {STORAGE_ENV: secret_url}
-    for command in (("show", "s", "--json"), ("export", "s"), ("report", "s")):
-        said += Command(tmp_path, *command, environ=stored).finish()
-    refused = Command(tmp_path, "resume", "s", "--max-trials", "2", environ=stored).finish(code=2)
-    *_, reason = refused[1].splitlines()  # before it, what the database would make run
-    assert "--hf-token by OPTUNA_DSAT_SECRET_HF_TOKEN" in reason
+
+    def shown_here(url: str, *words: str) -> Ended:
+        monkeypatch.setenv(STORAGE_ENV, url)
+        ended = run_here(*words)
+        monkeypatch.delenv(STORAGE_ENV)
+        said.extend((ended.stdout, ended.stderr))
+        return ended
+
+    for words in (("show", "s", "--json"), ("export", "s"), ("report", "s")):
+        assert shown_here(secret_url, *words).returncode == 0
+    refused = shown_here(secret_url, "resume", "s", "--max-trials", "2")
+    assert refused.returncode == 2
+    assert "--hf-token by OPTUNA_DSAT_SECRET_HF_TOKEN" in refused.stderr.splitlines()[-1]
     unreachable = make_url(secret_url).set(query={}, host="127.0.0.1", port=1).render_as_string(hide_password=False)
-    said += [*refused, *Command(tmp_path, "studies", environ={STORAGE_ENV: unreachable}).finish(code=2)]
+    assert shown_here(unreachable, "studies").returncode == 2
     said += [whole_database(secret_url)]
     best = tmp_path / "optuna-dsat-output" / "s" / "best_ds_config.json"
     assert json.loads(best.read_text())["comet"]["api_key"] == api_key

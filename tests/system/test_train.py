@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 
 from tests.harness.commands import ROOT, Command
+from tests.harness.entry_points import Run, run_here
+
+__all__ = ["run_here"]
 
 SCRIPTS = ROOT / "tests" / "scripts"
 CONFIG = {
@@ -34,9 +37,9 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-def command(folder: Path, *arguments: str, code: int = 0) -> tuple[str, str]:
+def command(folder: Path, *arguments: str) -> tuple[str, str]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return Command(folder, *arguments, environ={"PATH": path}).finish(code=code)
+    return Command(folder, *arguments, environ={"PATH": path}).finish()
 
 
 def trained(folder: Path, *arguments: str) -> tuple[dict[str, int], str]:
@@ -53,11 +56,14 @@ def configured(row: dict[str, Any]) -> dict[str, int]:
     return {"stage": config["zero_optimization"]["stage"], "batch": config["train_micro_batch_size_per_gpu"]}
 
 
-def test_a_study_trains_with_its_result_with_another_trial_and_in_another_folder(folder: Path) -> None:
+def test_a_study_trains_with_its_result_with_another_trial_and_in_another_folder(
+    folder: Path, run_here: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     launch = ("torchrun", "--nproc_per_node", "1", "plain.py", f"--deepspeed_config={folder}/ds.json")
     command(folder, "random", *OPTIONS, *launch)
     assert not (folder / "got.json").exists(), "what trials write is theirs"
-    rows = json.loads(command(folder, "trials", "s", "--json")[0])
+    monkeypatch.chdir(folder)
+    rows = json.loads(run_here("trials", "s", "--json").stdout)
     (best,) = (row for row in rows if row["handed_over"])
     (other,) = (row for row in rows if row is not best)
     assert configured(best) != configured(other)
@@ -67,11 +73,12 @@ def test_a_study_trains_with_its_result_with_another_trial_and_in_another_folder
     assert got == {**configured(other), "batch": 9}, "arguments are added"
     assert f"Training with trial {other['number']}: {other['configuration']}." in errors
 
-    _, errors = command(folder, "train", "s", "--trial", "7", code=2)
-    assert "has launched no trial of this number" in errors
+    refused = run_here("train", "s", "--trial", "7")
+    assert (refused.returncode, "has launched no trial of this number" in refused.stderr) == (2, True)
     moved = folder.rename(folder.with_name("moved"))
-    _, errors = command(moved, "train", "s", code=2)
-    assert "--workdir" in errors
+    monkeypatch.chdir(moved)
+    refused = run_here("train", "s")
+    assert (refused.returncode, "--workdir" in refused.stderr) == (2, True)
     shutil.rmtree(moved / "optuna-dsat-output")
     got, errors = trained(moved, "--workdir", ".")
     assert got == configured(best)
