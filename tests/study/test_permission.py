@@ -100,10 +100,8 @@ def test_what_cannot_change_numbers_here_is_named(bench: StudyBench) -> None:
     ):
         known = replace(new, trainer=trainer if framework else None, precision=precision)
         assert refused_knobs(left_open, known).get(BF16) == why
-        overlays = [
-            space_of(left_open, known).overlay({**params, MICRO_BATCH: 1})
-            for params in space_of(left_open, known).lineages()
-        ]
+        space = space_of(left_open, known)
+        overlays = [space.overlay({**params, MICRO_BATCH: 1}) for params in space.lineages()]
         values = {str(overlay.get("bf16", {}).get("enabled", "as it is")) for overlay in overlays}
         assert values == ({"True", "as it is"} if why is None else {"as it is"})
     frozen = replace(new.profile, trainable_params=1)

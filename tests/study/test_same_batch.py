@@ -33,8 +33,8 @@ def _seconds(config: Mapping[str, Any]) -> SimulatedResult:
     return SimulatedResult(startup_s=1, forward_s=steps * (0.2 + 0.02 * stage + 0.01 * size))
 
 
-def _search(bench: StudyBench, **changes: Any) -> StudyResult:
-    spec = bench.spec(ds_config=DS_CONFIG, max_trials=24, **changes)
+def _search(bench: StudyBench, max_trials: int = 24, **changes: Any) -> StudyResult:
+    spec = bench.spec(ds_config=DS_CONFIG, max_trials=max_trials, **changes)
     return bench.run(spec, Hill(override=_seconds))
 
 
@@ -69,7 +69,7 @@ def test_the_fastest_config_at_the_users_batch_is_found_beside_the_fastest(bench
 
 @pytest.mark.usefixtures("in_sqlite")
 def test_commands_show_and_print_both_configs(bench: StudyBench, capsys: pytest.CaptureFixture[str]) -> None:
-    result = _search(bench, method="guided", batch="both")
+    result = _search(bench, method="random", batch="both", max_trials=12, confirm=0)
     assert result.same_batch is not None
     leave("show", "s", "--storage", bench.store.url)
     shown = capsys.readouterr().out
