@@ -92,8 +92,8 @@ def test_secrets_reach_the_script_and_stand_nowhere_else(
         said.extend((ended.stdout, ended.stderr))
         return ended
 
-    for words in (("show", "s", "--json"), ("export", "s"), ("report", "s")):
-        assert shown_here(secret_url, *words).returncode == 0
+    for command in (("show", "s", "--json"), ("export", "s"), ("report", "s")):
+        assert shown_here(secret_url, *command).returncode == 0
     refused = shown_here(secret_url, "resume", "s", "--max-trials", "2")
     assert refused.returncode == 2
     assert "--hf-token by OPTUNA_DSAT_SECRET_HF_TOKEN" in refused.stderr.splitlines()[-1]
