@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from optuna_dsat.script.command.source import declared_options, module_file
+from optuna_dsat.script.command.source import declared_options, module_file, reads_input
 from optuna_dsat.study.profile.fingerprint import fingerprint
 from optuna_dsat.study.spec import make_spec
 
@@ -86,3 +86,18 @@ def test_an_option_is_the_scripts_where_its_source_declares_it(tmp_path: Path, s
     (tmp_path / "train.py").write_text(source)
     result = declared_options(["--seed"], script="train.py", is_module=False, cwd=tmp_path)
     assert (result == {"--seed"}) is declared
+
+
+@pytest.mark.parametrize(
+    ("source", "reads"),
+    [
+        ("import sys\nfor line in sys.stdin: ...", True),
+        ("import fileinput\nlines = list(fileinput.input())", True),
+        ("answer = input()", True),
+        ("open('/dev/stdin')", True),
+        ("input = layer.input(3)\nmodel(input)", False),
+    ],
+)
+def test_a_script_that_reads_its_standard_input_is_detected(tmp_path: Path, source: str, reads: bool) -> None:
+    (tmp_path / "train.py").write_text(source)
+    assert reads_input("train.py", is_module=False, cwd=tmp_path) is reads

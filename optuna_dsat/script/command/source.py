@@ -92,7 +92,7 @@ def reads_input(script: str, *, is_module: bool, cwd: Path, python: str | None =
     """Detect scripts (and imported user files) that read their standard input."""
     return any(
         (isinstance(node, ast.Attribute) and node.attr == "stdin" and getattr(node.value, "id", "") == "sys")
-        or (isinstance(node, ast.Call) and called_name(node) == "input")
+        or (isinstance(node, ast.Call) and ast.unparse(node.func) in ("input", "fileinput.input"))
         or (isinstance(node, ast.Constant) and node.value == "/dev/stdin")
         for nodes, _ in _files(script, is_module=is_module, cwd=cwd, python=python)
         for node in nodes
