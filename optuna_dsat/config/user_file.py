@@ -139,8 +139,10 @@ def shape_errors(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     zero = raw.get(ZERO)
     for key in (OFFLOAD_OPTIMIZER, OFFLOAD_PARAM):
         value = zero.get(key) if isinstance(zero, dict) else None
-        if isinstance(value, str) and value != AUTO:
-            yield f"{ZERO}.{key}", f'{ZERO}.{key} is a string; it must be an object, such as {{"device": "cpu"}}.'
+        if isinstance(value, str | bool | int | float) and value != AUTO:
+            yield f"{ZERO}.{key}", f'{ZERO}.{key} is {_kind(value)}; it must be an object, such as {{"device": "cpu"}}.'
+        if isinstance(value, dict) and value.get("device", "none") is None:
+            yield f"{ZERO}.{key}.device", f"{ZERO}.{key}.device is null; it must be none, cpu or nvme."
     wrong = [key for key in _SECTIONS if not isinstance(raw.get(key, {}), dict)]
     for key in wrong:
         yield key, f"{key} is {_kind(raw[key])}; it must be an object."

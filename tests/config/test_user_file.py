@@ -37,6 +37,8 @@ def read(tmp_path: Path, text: str | bytes) -> user_file.UserConfig:
         ('{"zero_optimization": {"offload_param": "cpu"}}', "offload_param is a string; it must be an object, such as"),
         ('{"optimizer": "adam"}', "optimizer is a string"),
         ('{"optimizer": {"type": 5}}', "optimizer.type is a number; it must be a string"),
+        ('{"zero_optimization": {"offload_param": false}}', "offload_param is a truth value; it must be an object"),
+        ('{"zero_optimization": {"offload_param": {"device": null}}}', "device is null; it must be none, cpu or nvme"),
         ('{"optimizer": {"type": "SGD", "params": [0.1]}}', "optimizer.params is a list; it must be an object"),
         (
             '{"optimizer": {"type": "Adam", "params": {"betas": 3}}}',
