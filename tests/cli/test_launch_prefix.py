@@ -37,7 +37,8 @@ def launchers_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("optuna_dsat.script.command.launch_command.intercept", intercept_here)
 
 
-def test_doctor_reads_a_command_as_a_search_does(tmp_path: Path) -> None:
+def test_doctor_reads_a_command_as_a_search_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     tmp_path.joinpath("train.py").write_text("")
     tmp_path.joinpath("ds.json").write_text('{"train_micro_batch_size_per_gpu": 4}')
     group: Any = typer.main.get_command(app)
@@ -45,6 +46,12 @@ def test_doctor_reads_a_command_as_a_search_does(tmp_path: Path) -> None:
     result = list(unfold_command(["doctor", "--python", sys.executable, *words], group, cwd=tmp_path).arguments)
     named = ["--python", sys.executable, "--script", "train.py", "--ds-config", str(tmp_path / "ds.json")]
     assert result == ["doctor", *named, "--", "--deepspeed_config", "ds.json"]
+    tmp_path.joinpath("run.sh").write_text("cd sub\ntorchrun train.py\n")
+    tmp_path.joinpath("sub").mkdir()
+    tmp_path.joinpath("sub", "train.py").write_text("")
+    moved = unfold_command(["doctor", "--output-dir", "o", "bash", "run.sh"], group, cwd=tmp_path)
+    assert moved.folder == tmp_path / "sub"
+    assert ["--output-dir", str(tmp_path / "o"), "--storage"] == list(moved.arguments)[3:6]
     unchanged = ["doctor", "--script", "train.py", "--", "--local_rank", "0"]
     assert list(unfold_command(unchanged, group, cwd=tmp_path).arguments) == unchanged
 

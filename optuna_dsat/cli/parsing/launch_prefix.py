@@ -75,14 +75,14 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> Unfol
         return Unfolded(arguments=[*argv[: start + 1], *own, *_with_config(words, search.params)])
     own_notes = [] if first == "--" else _options_behind(command, words, search, cwd=cwd)
     places, folder = [], None if command.folder is None else Path(command.folder)
-    if name not in SEARCHES:
-        arguments = [*argv[: start + 1], *own, *_examined(command, own=own, cwd=folder or cwd)]
-        return Unfolded(arguments=arguments, folder=folder, environment=command.environment)
-    parts = [*_in_file(name, value_given(argv[:start], "--options"), cwd=cwd), *own]
-    engine = value_given(parts, "--on") or "here"
     if folder is not None:
         notify(f"Launches run in {folder}, where the command goes.")
         places = kept_places(cwd, folder, given=own)
+    if name not in SEARCHES:
+        arguments = [*argv[: start + 1], *own, *places, *_examined(command, own=own, cwd=folder or cwd)]
+        return Unfolded(arguments=arguments, folder=folder, environment=command.environment)
+    parts = [*_in_file(name, value_given(argv[:start], "--options"), cwd=cwd), *own]
+    engine = value_given(parts, "--on") or "here"
     notes = (*command.notes, *_note_on_nodes(command, engine=engine), *own_notes)
     for note in notes:
         notify(note)
