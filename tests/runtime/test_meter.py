@@ -423,13 +423,14 @@ def test_ranks_that_share_a_sequence_count_its_tokens_together() -> None:
     [
         (torch.ones(2, 3, 8, 8), (2, 384, False)),
         ((torch.ones(2, 3, 8, 8), torch.ones(2, dtype=torch.int64)), (2, 384, False)),
+        ((torch.ones(2, 3, 8, 8), torch.ones(2, 5, dtype=torch.int64)), (2, 384, False)),
         ({"ids": torch.ones(2, 7, dtype=torch.int32), "labels": torch.ones(2, 5, dtype=torch.int64)}, (2, 14, True)),
         ((torch.ones(2, 9, dtype=torch.uint8),), (2, 18, False)),
         (numpy.ones((2, 7), dtype=numpy.int64), (2, 14, True)),
         (ragged(3, 5), (2, 8, True)),
         (torch.tensor(1.0), None),
     ],
-    ids=["images", "images and classes", "source and target", "bytes", "NumPy's", "ragged", "a number"],
+    ids=["images", "images and classes", "images and texts", "source and target", "bytes", "NumPy's", "ragged", "a number"],
 )
 def test_the_size_of_inputs_is_that_of_tokens_or_of_the_largest(batch: Any, size: tuple[int, int, bool] | None) -> None:
     result = size_of(batch)

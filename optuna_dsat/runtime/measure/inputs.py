@@ -20,9 +20,9 @@ class InputSize:
 
     samples: int
     elements: int = 0
-    """Elements of the largest token tensor, including padding; without token tensors, of the largest tensor."""
+    """Elements of the largest token tensor, including padding; unless the first is one, of the largest tensor."""
     are_tokens: bool = False
-    """Whether ``elements`` counts tokens: an integer tensor of (samples, length)."""
+    """Whether ``elements`` counts tokens: the first tensor has integers of (samples, length)."""
 
     def __add__(self, other: InputSize) -> InputSize:
         return InputSize(
@@ -33,11 +33,11 @@ class InputSize:
 
 
 def size_of(batch: Any) -> InputSize | None:
-    """Return the size of a batch; None without tensors."""
+    """Return the size of a batch; None without tensors. Integers behind images or sound are labels, not its tokens."""
     tensors = shaped_tensors(batch)
     if not tensors:
         return None
-    tokens = [tensor for tensor in tensors if _holds_tokens(tensor)]
+    tokens = [tensor for tensor in tensors if _holds_tokens(tensor)] if _holds_tokens(tensors[0]) else []
     # The shape of torch's ragged tensors has no product.
     counts = [tensor.numel() if hasattr(tensor, "numel") else math.prod(tensor.shape) for tensor in tokens or tensors]
     return InputSize(
