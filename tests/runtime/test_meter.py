@@ -430,7 +430,16 @@ def test_ranks_that_share_a_sequence_count_its_tokens_together() -> None:
         (ragged(3, 5), (2, 8, True)),
         (torch.tensor(1.0), None),
     ],
-    ids=["images", "images and classes", "images and texts", "source and target", "bytes", "NumPy's", "ragged", "a number"],
+    ids=[
+        "images",
+        "images and classes",
+        "images and texts",
+        "source and target",
+        "bytes",
+        "NumPy's",
+        "ragged",
+        "a number",
+    ],
 )
 def test_the_size_of_inputs_is_that_of_tokens_or_of_the_largest(batch: Any, size: tuple[int, int, bool] | None) -> None:
     result = size_of(batch)
