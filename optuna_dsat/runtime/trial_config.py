@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -37,16 +38,18 @@ _IGNORED_KEYS = frozenset(
     {"autotuning", "comet", "csv_monitor", "dump_state", "flops_profiler", "steps_per_print", "tensorboard", "wandb"}
     | {"wall_clock_breakdown"}
 )
-"""Keys without effect on a trial's speed or memory, or that a trial removes."""
+"""Keys without effect on a trial's speed or memory, or that a trial removes; known from the user's file if any."""
 
 _DEFAULTS = {
     "bf16.enabled": False,
     "fp16.enabled": False,
     "gradient_clipping": 0.0,
     "prescale_gradients": False,
+    "steps_per_print": math.inf,
     "zero_optimization.stage": 0,
 }
-"""DeepSpeed's defaults, which libraries such as accelerate write into the config; equivalent to a missing key."""
+"""DeepSpeed's defaults, and accelerate's of ``steps_per_print``, which libraries write into the config; equivalent to a
+missing key."""
 
 
 def config_differences(
@@ -73,7 +76,7 @@ def config_differences(
     differences = {}
     for key in sorted({**flat_script, **flat_user}):
         value, user_value = flat_script.get(key), flat_user.get(key)
-        if key.partition(".")[0] in _IGNORED_KEYS:
+        if user and key.partition(".")[0] in _IGNORED_KEYS:
             continue
         launched = flat_launch.get(key)
         is_own = key in own and key != GRADIENT_ACCUMULATION  # reported by a launch with other accumulation steps

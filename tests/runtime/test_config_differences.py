@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import io
 import json
+import math
 import os
 from copy import deepcopy
 from pathlib import Path
@@ -49,6 +50,18 @@ def differences(script: dict[str, Any]) -> dict[str, list[Any]]:
 @pytest.mark.parametrize("script", [USER, LAUNCH], ids=["the file", "the launch's file"])
 def test_a_script_that_reads_the_file_has_no_differences(script: dict[str, Any]) -> None:
     assert differences({**script, "steps_per_print": 1, "wall_clock_breakdown": True}) == {}
+
+
+def test_a_config_in_code_is_known_whole() -> None:
+    """Its monitors and ``steps_per_print`` were missing in the best config, without a word."""
+    script = {"steps_per_print": 10, "csv_monitor": {"enabled": True}, "autotuning": {"start_profile_step": 2}}
+    found = config_differences(script, user={}, launch={}, world_size=2)
+    assert found == {
+        "steps_per_print": [10, None],
+        "csv_monitor.enabled": [True, None],
+        "autotuning.start_profile_step": [2, None],
+    }
+    assert config_differences({"steps_per_print": math.inf}, user={}, launch={}, world_size=2) == {}
 
 
 @pytest.mark.parametrize(
