@@ -170,6 +170,7 @@ LOADER = BatchRule(kind="loader", own=4, file="/project/train.py", line=7)
         pytest.param({"config_differences": {"zero_optimization.stage": [1, "auto"]}}, True, id="which was open"),
         pytest.param({"config_differences": {MICRO: [4, 8]}, "batch": BatchRule(kind="held", own=8)}, True, id="held"),
         pytest.param({"config_differences": {"gradient_accumulation_steps": [4, 1]}}, False, id="code accumulates"),
+        pytest.param({"config_differences": {"autotuning.fast": [True, None]}}, True, id="no config keeps autotuning"),
         pytest.param(
             {"bf16_argument": "precision in Fabric", "precision": "fp16"}, False, id="code sets the precision"
         ),

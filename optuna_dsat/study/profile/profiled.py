@@ -193,6 +193,7 @@ class Profiled(Record):
         code overwrites settings that it has read from the file, or if accelerate treats each rank as a separate job.
         """
         followed = {*spec.script.arg_mappings, *([ds_config.MICRO_BATCH] if self.batch or self.trainer else [])}
+        followed |= {key for key in self.config_differences if key.startswith("autotuning.")}  # never in the best
         settings = ds_config.flatten(config)
         overwritten = [
             key
