@@ -184,11 +184,6 @@ class RayEngine:
         with self._changed:
             self._released.append(place)
 
-    @property
-    def held(self) -> int:
-        """Number of allocations that are not gone, including released allocations."""
-        return len(self._places)
-
     def close(self) -> None:
         """Release all allocations and wait, a few seconds at most, until they are gone."""
         with self._changed:

@@ -262,11 +262,6 @@ class SlurmEngine:
                     self._end(place)
         self._ring()
 
-    @property
-    def held(self) -> int:
-        """Number of allocations whose srun has not ended, including released allocations."""
-        return len(self._places)
-
     def close(self) -> None:
         """Release all allocations and wait, some seconds at most, until their srun has ended."""
         for place in list(self._places):
