@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH
+from optuna_dsat.config.ds_config import BATCH_KEYS, MICRO_BATCH, TRAIN_BATCH
 from optuna_dsat.runtime.files import read_regular
 from optuna_dsat.runtime.overlay import flatten, merge, nest
 from optuna_dsat.runtime.trial_config import settings_told
@@ -117,7 +117,6 @@ def _named_in(result: Any, *, folders: Sequence[Path], depth: int = 6, within: s
         yield from _named_in(value, folders=folders, depth=depth - 1, within=f"{within}{key}.")
 
 
-_BATCH_KEYS = frozenset({TRAIN_BATCH, MICRO_BATCH, GRADIENT_ACCUMULATION})
 _DEPTH = 6
 """Maximum nesting depth at which a section is searched for."""
 _ONE_LINE = 2**30
@@ -259,7 +258,7 @@ class _Document:
         # Settings of the file that the best config lacks stay, since the script may read them.
         parts = settings_told(record)
         beside = nest({key: value for key, value in flatten(record).items() if key not in parts})
-        kept = {name: value for name, value in beside.items() if name not in (*_BATCH_KEYS, "autotuning")}
+        kept = {name: value for name, value in beside.items() if name not in (*BATCH_KEYS, "autotuning")}
         return {key: merge(kept, _without_added(config, own=own, record=record))}
 
     def changed(self, changes: Mapping[_Key, Any]) -> str | None:
@@ -355,7 +354,7 @@ def _sections(settings: Any, key: _Key = ()) -> Iterator[tuple[_Key, Mapping[str
 def _passes(record: Mapping[str, Any], *, own: Mapping[str, Any]) -> bool:
     """Whether a script passes the config in a file, apart from batch sizes and settings that the script adds."""
     in_file, passed = (
-        settings_told({key: value for key, value in config.items() if key not in _BATCH_KEYS})
+        settings_told({key: value for key, value in config.items() if key not in BATCH_KEYS})
         for config in (record, own)
     )
     return in_file.items() <= passed.items()
@@ -367,6 +366,6 @@ def _without_added(config: Mapping[str, Any], *, own: Mapping[str, Any], record:
     for key, value in config.items():
         if isinstance(value, Mapping) and isinstance(own.get(key), Mapping) and isinstance(record.get(key), Mapping):
             kept[key] = _without_added(value, own=own[key], record=record[key])
-        elif key in record or key in _BATCH_KEYS or key not in own or value != own[key]:
+        elif key in record or key in BATCH_KEYS or key not in own or value != own[key]:
             kept[key] = value
     return kept

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from optuna_dsat.config.documents import as_written, checked, read_document
-from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH
+from optuna_dsat.config.ds_config import BATCH_KEYS
 from optuna_dsat.errors import UsageError
 from optuna_dsat.runtime.overlay import merge, nest, read_config
 from optuna_dsat.script.command.source import module_file, python_tree
 
 RUNNER = "optuna_dsat.integrations.deepspeed_trial"
-"""The module that the ranks run; its first argument is ``NAME:CLASS``."""
+"""The package for trial classes, which the ranks run; its first argument is then ``NAME:CLASS``."""
 
 CONFIG_OPTION = "--deepspeed_config"
 LENGTH_OPTION, CHECKPOINT_OPTION = "--max-length", "--checkpoint-dir"
@@ -30,7 +30,6 @@ DEFAULT_LENGTH = "1epochs"
 CHECKPOINTS = "checkpoints"
 """Folder of the checkpoints of a training with the best config, in the study's folder."""
 CONFIG, OVERWRITES = "deepspeed_config", "overwrite_deepspeed_args"
-_BATCH_SIZES = (TRAIN_BATCH, MICRO_BATCH, GRADIENT_ACCUMULATION)
 _SEARCHED = frozenset({"int", "double", "log", "categorical"})
 """Hyperparameter types whose value Determined's search would choose."""
 
@@ -98,7 +97,7 @@ class Hparams:
         named = result.get(CONFIG)
         if isinstance(named, Mapping):
             result[CONFIG] = _replaced(named, read_config(str(config)))
-        elif any(key in result for key in _BATCH_SIZES):
+        elif any(key in result for key in BATCH_KEYS):
             result = _replaced(result, read_config(str(config)))
         else:
             result[CONFIG] = str(config)
@@ -219,8 +218,8 @@ def read_settings(path: str | Path, *, what: str) -> Any:
 
 def _replaced(own: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``own`` updated by ``config``; a batch size in ``config`` drops all batch sizes of ``own``."""
-    sizes = any(key in config for key in _BATCH_SIZES)
-    kept = {key: value for key, value in own.items() if not (sizes and key in _BATCH_SIZES)}
+    sizes = any(key in config for key in BATCH_KEYS)
+    kept = {key: value for key, value in own.items() if not (sizes and key in BATCH_KEYS)}
     return {**kept, **config}
 
 
@@ -251,8 +250,6 @@ def _names(tree: ast.Module) -> set[str]:
             names.add(node.id)
     return names
 
-
-_PACKAGE = "optuna_dsat.integrations.deepspeed_trial"
 
 PROVIDED = frozenset(
     {
@@ -304,13 +301,13 @@ def check_imports(tree: ast.Module, file: Path) -> None:
     result = [*_imports(tree), *_context_attributes(tree)]
     if result:
         lines = "".join(f"\n  line {line}: {text}" for line, text in result)
-        raise UsageError(f"{file.name} is written for Determined; change it for {_PACKAGE}:{lines}")
+        raise UsageError(f"{file.name} is written for Determined; change it for {RUNNER}:{lines}")
 
 
 def _imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
     installed = importlib.util.find_spec("determined") is not None
     for node in tree.body:
-        if isinstance(node, ast.ImportFrom) and node.module == _PACKAGE:
+        if isinstance(node, ast.ImportFrom) and node.module == RUNNER:
             yield from ((node.lineno, _remedy(alias.name)) for alias in node.names if alias.name in REFUSED)
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").split(".")[0] == "determined":
             for alias in node.names:
@@ -320,17 +317,17 @@ def _imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.split(".")[0] == "determined" and not (installed and alias.name == "determined"):
-                    yield node.lineno, f"`import {alias.name}`: import the names that you use from {_PACKAGE}"
+                    yield node.lineno, f"`import {alias.name}`: import the names that you use from {RUNNER}"
 
 
 def _remedy(name: str) -> str:
     """Return the replacement of a name imported from Determined; empty if unknown."""
     if name in PROVIDED:
-        return f"from {_PACKAGE} import {name}"
+        return f"from {RUNNER} import {name}"
     if name in REFUSED:
         return f"{name} of Determined is not here: {REFUSED[name]}"
     if name in ("pytorch", "deepspeed"):
-        return f"import the names that you use of {name} from {_PACKAGE}"
+        return f"import the names that you use of {name} from {RUNNER}"
     return ""
 
 

@@ -16,7 +16,7 @@ from optuna.trial import FrozenTrial
 from optuna_dsat.config.structures import Structure
 from optuna_dsat.errors import UsageError
 from optuna_dsat.escape.html import figure_text
-from optuna_dsat.metrics import METRICS
+from optuna_dsat.metrics import METRICS, SMALLER_IS_BETTER
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import STRUCTURE, ZERO_STAGE
@@ -61,7 +61,6 @@ _AXIS_TITLES = {
     "backward": "backward pass (ms)",
     "step": "optimizer step (ms)",
 }
-_TIMES = ("latency", "forward", "backward", "step")
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ class Measure:
     @property
     def scale(self) -> float:
         """Factor from stored to shown values: times are stored in seconds and shown in ms."""
-        return 1000.0 if self.metric in _TIMES else self.factor
+        return 1000.0 if self.metric in SMALLER_IS_BETTER else self.factor
 
     @property
     def ticks(self) -> str | None:
