@@ -109,6 +109,12 @@ def reports(updates: Sequence[LaunchUpdate]) -> dict[str, LaunchReport]:
     return {update.launch_id: update.report for update in updates if isinstance(update, Finished)}
 
 
+def run(launcher: Launcher, asked: LaunchRequest) -> tuple[LaunchReport, list[LaunchUpdate]]:
+    launcher.start(asked)
+    updates = updates_until_finished(launcher)
+    return reports(updates)[asked.launch_id], updates
+
+
 def events(updates: Sequence[LaunchUpdate], kind: type) -> list[Any]:
     return [u.event for u in updates if isinstance(u, Observed) and isinstance(u.event, kind)]
 

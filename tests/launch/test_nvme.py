@@ -28,7 +28,7 @@ from optuna_dsat.launch.run_directory import OutputError
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.agent.operators import ASYNC_IO
 from optuna_dsat.runtime.events import StepMeasured
-from tests.harness.launches import STUB, events, reports, request, updates_until_finished
+from tests.harness.launches import STUB, events, request, run, updates_until_finished
 from tests.launch.test_torchrun import BASE_ENV, until
 
 WIDTH = 1024
@@ -101,9 +101,7 @@ def test_states_on_nvme_train_alike_and_are_removed(launcher: TorchrunLauncher, 
     losses, printed = {}, {}
     for name, offloads in (("none", ()), ("optimizer", OFFLOADS[:1]), ("both", OFFLOADS)):
         devices: dict[str, Any] = dict.fromkeys(offloads, "nvme")
-        launcher.start(swapped(tmp_path, on_nvme(drive, **devices), launch_id=name))
-        updates = updates_until_finished(launcher)
-        report = reports(updates)[name]
+        report, updates = run(launcher, swapped(tmp_path, on_nvme(drive, **devices), launch_id=name))
         assert report.outcome is Outcome.MEASURED, report
         losses[name] = [event.loss for event in events(updates, StepMeasured) if event.rank == 0]
         printed[name] = launcher.run_directory(name).stdout(0).read_text(encoding="utf-8").splitlines()[-1]

@@ -8,7 +8,7 @@ from optuna_dsat.launch.protocol import Finished, Observed
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import EngineReady, RankFinished, RankStarted, StepMeasured
 from tests.harness.landscapes import GIB, Hill
-from tests.harness.launches import DS_CONFIG, events, reports, request, updates_until_finished
+from tests.harness.launches import DS_CONFIG, events, reports, request, run, updates_until_finished
 from tests.harness.simulated import SimulatedLauncher
 
 NOWHERE = Path("/nowhere")
@@ -54,8 +54,8 @@ def test_a_trial_that_differs_in_live_settings_continues_a_launch() -> None:
         assert (report.startup_s < 2) == (number > 0)
     assert max(luck) - min(luck) < 0.02 < abs(luck[0] - 1)
     simulated.poll(0.0)
-    simulated.start(request(NOWHERE, ds_config=DS_CONFIG, slots=2, launch_id="trial-0009", continues=True))
-    assert reports(updates_until_finished(simulated))["trial-0009"].root == ""
+    report, _ = run(simulated, request(NOWHERE, ds_config=DS_CONFIG, slots=2, launch_id="trial-0009", continues=True))
+    assert report.root == ""
 
 
 def test_another_stage_or_a_failure_ends_the_launch() -> None:
@@ -67,8 +67,7 @@ def test_another_stage_or_a_failure_ends_the_launch() -> None:
     roots, outcomes = [], []
     for number, config in enumerate(configs):
         launch_id = f"trial-{number:04d}"
-        simulated.start(request(NOWHERE, ds_config=config, slots=2, launch_id=launch_id, continues=True))
-        report = reports(updates_until_finished(simulated))[launch_id]
+        report, _ = run(simulated, request(NOWHERE, ds_config=config, slots=2, launch_id=launch_id, continues=True))
         roots.append(report.root)
         outcomes.append(report.outcome)
     assert roots == ["", "", "trial-0001", ""]

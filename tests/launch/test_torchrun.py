@@ -21,7 +21,7 @@ from optuna_dsat.launch.protocol import Finished, LaunchUpdate, Settled, SlotsBu
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.agent.processes import ProcessKey
 from optuna_dsat.runtime.events import EngineReady, RankFailed, RankFinished, RankStarted, StepMeasured
-from tests.harness.launches import DS_CONFIG, STUB, events, reports, request, updates_until_finished
+from tests.harness.launches import DS_CONFIG, STUB, events, reports, request, run, updates_until_finished
 
 ROOT = Path(__file__).parents[2]
 BASE_ENV = {
@@ -90,9 +90,7 @@ def test_a_launch_is_measured_and_leaves_its_directory(launcher: TorchrunLaunche
 def test_one_rank_s_exception_ends_the_launch(launcher: TorchrunLauncher, cwd: Path) -> None:
     before = own_processes(os.getpid())  # warm processes that other tests keep
     args = ("--end", "raise slowly", "--end-rank", "1", "--at", "3", "--step-s", "0.1", "--orphan")
-    launcher.start(request(cwd, script=STUB, args=args, end_profile_step=900))
-    updates = updates_until_finished(launcher)
-    report = reports(updates)["trial-0000"]
+    report, updates = run(launcher, request(cwd, script=STUB, args=args, end_profile_step=900))
     assert report.outcome is Outcome.SCRIPT_ERROR, report
     assert "the script's own mistake" in report.message
     assert "ValueError: the script's own mistake" in report.error_excerpt
@@ -125,8 +123,7 @@ def test_a_launch_is_pruned_in_flight_and_the_next_one_starts(launcher: Torchrun
     report = reports(updates)["trial-0000"]
     assert (report.outcome, report.message) == (Outcome.PRUNED, "cannot win")
     assert_gone(report.pids)
-    launcher.start(request(cwd, launch_id="trial-0001", script=STUB, args=("--steps", "1")))
-    report = reports(updates_until_finished(launcher))["trial-0001"]
+    report, _ = run(launcher, request(cwd, launch_id="trial-0001", script=STUB, args=("--steps", "1")))
     assert report.outcome is Outcome.OUT_OF_DATA
 
 
@@ -136,8 +133,7 @@ def test_a_launch_is_pruned_in_flight_and_the_next_one_starts(launcher: Torchrun
 def test_a_silent_launch_is_ended(
     launcher: TorchrunLauncher, cwd: Path, limits: dict[str, Any], outcome: Outcome
 ) -> None:
-    launcher.start(request(cwd, script=STUB, args=("--end", "sleep", "--at", "2"), **limits))
-    report = reports(updates_until_finished(launcher))["trial-0000"]
+    report, _ = run(launcher, request(cwd, script=STUB, args=("--end", "sleep", "--at", "2"), **limits))
     assert report.outcome is outcome, report
     assert_gone(report.pids)
 

@@ -27,7 +27,17 @@ from optuna_dsat.runtime.adapt.journal import SHARED_MEMORY
 from optuna_dsat.runtime.agent.preload import Preload
 from optuna_dsat.runtime.agent.processes import ProcessKey
 from optuna_dsat.runtime.events import ModulesImported, RankFailed, RankStarted, StepMeasured
-from tests.harness.launches import DS_CONFIG, LIGHT, SCRIPTS, STUB, events, reports, request, updates_until_finished
+from tests.harness.launches import (
+    DS_CONFIG,
+    LIGHT,
+    SCRIPTS,
+    STUB,
+    events,
+    reports,
+    request,
+    run,
+    updates_until_finished,
+)
 
 from .test_torchrun import BASE_ENV, assert_gone
 
@@ -36,12 +46,6 @@ pytestmark = pytest.mark.torchrun
 STATE = SCRIPTS / "state.py"
 DRAWN = {"random", "torch_seed"}
 MAY_DIFFER = {*DRAWN, "sockets"}
-
-
-def run(launcher: TorchrunLauncher, asked: LaunchRequest) -> tuple[LaunchReport, list[LaunchUpdate]]:
-    launcher.start(asked)
-    updates = updates_until_finished(launcher)
-    return reports(updates)[asked.launch_id], updates
 
 
 def state_request(folder: Path, launch_id: str, *more: str) -> LaunchRequest:
@@ -233,9 +237,8 @@ def test_launches_whose_agent_or_parent_is_killed_are_told_so_and_the_next_is_fo
             assert report.outcome in (Outcome.KILLED, Outcome.HOST_OUT_OF_MEMORY), report  # by the kernel's count
             assert "killed" in report.message
             assert_gone(report.pids)
-        launcher.start(request(folder, launch_id="again", script=STUB))
-        updates = updates_until_finished(launcher)
-        assert reports(updates)["again"].outcome is Outcome.MEASURED
+        report, updates = run(launcher, request(folder, launch_id="again", script=STUB))
+        assert report.outcome is Outcome.MEASURED
         assert all(event.forked for event in events(updates, RankStarted))
         assert notices == []
     finally:

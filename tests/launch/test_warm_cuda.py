@@ -27,7 +27,7 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.agent.cuda import restore_cuda, use_named_gpu_count
 from optuna_dsat.runtime.agent.preload import BASE_MODULES, Preload
 from optuna_dsat.runtime.events import EngineReady, ModulesImported, RankStarted
-from tests.harness.launches import DS_CONFIG, SCRIPTS, events, reports, request, updates_until_finished
+from tests.harness.launches import DS_CONFIG, SCRIPTS, events, request, run
 
 from .test_torchrun import BASE_ENV
 
@@ -114,12 +114,6 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert CC is not None
     subprocess.run([CC, "-shared", "-fPIC", "-o", str(folder / "libcuda.so.1"), str(folder / "driver.c")], check=True)
     return folder
-
-
-def run(launcher: TorchrunLauncher, asked: LaunchRequest) -> tuple[LaunchReport, list[LaunchUpdate]]:
-    launcher.start(asked)
-    updates = updates_until_finished(launcher)
-    return reports(updates)[asked.launch_id], updates
 
 
 def were_forked(updates: list[LaunchUpdate]) -> list[bool]:
