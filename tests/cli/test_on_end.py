@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.harness.entry_points import EntryPointBench, Run, bench, run_here
-from tests.harness.landscapes import Hill
+from tests.harness.landscapes import Hill, Interrupted
 from tests.harness.simulated import SimulatedResult
 
 __all__ = ["bench", "run_here"]
@@ -24,13 +23,6 @@ def noted(folder: Path) -> dict[str, str]:
     lines = (folder / "end.txt").read_text().splitlines()
     assert len(lines) == len({line.split("=")[0] for line in lines}), "run once"
     return dict(line.split("=", 1) for line in lines)
-
-
-class Interrupted(Hill):
-    def run(self, ds_config: Mapping[str, Any], slots: int) -> SimulatedResult:
-        if len(self.configs) == 3:
-            raise KeyboardInterrupt
-        return super().run(ds_config, slots)
 
 
 def test_it_gets_study_result_and_exit_code_and_leaves_stdout_to_the_result(

@@ -24,7 +24,7 @@ from optuna_dsat.study.progress import Phase
 from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.session import Session
 from tests.harness.entry_points import EntryPointBench, Run, bench, leave, run_here, searching_in
-from tests.harness.landscapes import GIB, Hill
+from tests.harness.landscapes import GIB, Hill, Interrupted
 from tests.harness.simulated import SimulatedResult
 
 __all__ = ["bench", "run_here"]
@@ -104,12 +104,6 @@ def test_a_database_that_fails_exits_with_5(
 def test_an_interruption_exits_with_130_and_says_how_to_go_on(
     bench: EntryPointBench, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class Interrupted(Hill):
-        def run(self, ds_config, slots):  # type: ignore[no-untyped-def]
-            if len(self.configs) == 3:
-                raise KeyboardInterrupt
-            return super().run(ds_config, slots)
-
     bench.landscape = Interrupted()
     assert leave(*SEARCH) == 130
     shown = capsys.readouterr()

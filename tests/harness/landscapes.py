@@ -55,3 +55,14 @@ class Hill:
             step_s=0.02,
             peak_bytes=(18 + micro_batch) * GIB,
         )
+
+
+class Interrupted(Hill):
+    """Ctrl-C comes when the launch after ``left`` others starts."""
+
+    left = 3
+
+    def run(self, ds_config: Mapping[str, Any], slots: int) -> SimulatedResult:
+        if len(self.configs) == self.left:
+            raise KeyboardInterrupt
+        return super().run(ds_config, slots)

@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 import typing
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from optuna_dsat.tuning.options.given import Given
 from optuna_dsat.tuning.options.tune_options import AutotuningOptions, TuneOptions, methods_of
 from optuna_dsat.tuning.prepare import Prepared, prepare
 from tests.harness.entry_points import DS_CONFIG, EntryPointBench, bench
-from tests.harness.landscapes import GIB, Hill
+from tests.harness.landscapes import GIB, Hill, Interrupted
 from tests.harness.simulated import SimulatedResult
 
 __all__ = ["bench"]
@@ -240,17 +239,6 @@ def test_what_ends_a_search_without_a_result_is_raised(
     bench.landscape = Hill(override=lambda _: failed)
     with pytest.raises(error):
         optuna_dsat.tune("train.py", "ds.json", **QUICK)
-
-
-class Interrupted(Hill):
-    """Ctrl-C comes when the launch after ``left`` others starts."""
-
-    left = 3
-
-    def run(self, ds_config: Mapping[str, Any], slots: int) -> SimulatedResult:
-        if len(self.configs) == self.left:
-            raise KeyboardInterrupt
-        return super().run(ds_config, slots)
 
 
 @pytest.mark.parametrize(("left", "found"), [(0, False), (3, True)])
