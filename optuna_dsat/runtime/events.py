@@ -126,15 +126,8 @@ class EngineReady(Event, kind="engine_ready"):
     """Ranks whose samples DeepSpeed's global batch counts."""
     pipeline: bool
     """Whether the engine is a pipeline engine, whose ``train_batch()`` runs a whole step."""
-    params: int
-    """Unpartitioned parameter count of the model, or of this rank's stage under pipeline parallelism."""
-    trainable_params: int
-    initialize_s: float
-    """Duration of ``deepspeed.initialize``."""
     device: str
     """``cuda`` or ``cpu``."""
-    torch_version: str
-    deepspeed_version: str
     config_differences: Mapping[str, list[Any]] = field(default_factory=dict)
     """Differences between the config that the script passed and the user's file, without the overlay: dotted key ->
     [the script's value, the file's value], with None for a missing key. Empty if the runtime did not observe the
@@ -169,6 +162,7 @@ class ModelFacts:
     """Properties of a model and its hardware, per sample of one global step."""
 
     params: int
+    """Unpartitioned parameters of the model, or of the rank's stage under pipeline parallelism."""
     trainable_params: int
     largest_layer_params: int
     """Parameters of the largest module, without its submodules (ZeRO 3 gathers all of them at once)."""

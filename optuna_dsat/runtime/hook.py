@@ -58,7 +58,7 @@ from optuna_dsat.runtime.measure.memory import (
     watch_caught_errors,
 )
 from optuna_dsat.runtime.measure.meter import Meter, RankState
-from optuna_dsat.runtime.measure.profiler import Profiler, count_parameters
+from optuna_dsat.runtime.measure.profiler import Profiler
 from optuna_dsat.runtime.overlay import MICRO_BATCH, MODEL, read_config, without_impossible_zero
 from optuna_dsat.runtime.rank import LaunchPlan, Rank
 from optuna_dsat.runtime.trial_config import TrialConfig
@@ -272,7 +272,7 @@ class DeepSpeedHook:
             span = [started, time.time() - started]
             if self._engine is None:
                 self._spans["initialize"] = span
-                self._measure_engine(result[0], span[1], differences)
+                self._measure_engine(result[0], differences)
             else:
                 self._watch_engine(result[0], span, differences)
         return result
@@ -379,7 +379,7 @@ class DeepSpeedHook:
             if self._meter is None and is_engine(engine):
                 self._state.phase = "initialize"  # errors in check_engine are configuration errors
                 self._config.check_engine(engine)
-                self._measure_engine(engine, 0.0, self._differences)
+                self._measure_engine(engine, self._differences)
             is_other = is_engine(engine) and engine is not self._engine
             with nullcontext() if self._meter is None or is_other else self._meter.micro_batch():
                 yield
@@ -391,12 +391,12 @@ class DeepSpeedHook:
                 "with deepspeed.initialize."
             )
 
-    def _measure_engine(self, engine: Any, initialize_s: float, differences: Mapping[str, list[Any]]) -> None:
+    def _measure_engine(self, engine: Any, differences: Mapping[str, list[Any]]) -> None:
         if self._memory is None:
             raise RuntimeError("An engine built before DeepSpeed's import has ended cannot be measured.")
         self._engine = engine
         self._memory.engine_ready()
-        self._writer.write(self._engine_ready(engine, initialize_s, differences))
+        self._writer.write(self._engine_ready(engine, differences))
         clock = Clock() if self._state.device == "cpu" else DeviceClock(self._accelerator)
         profiler = None
         if self._plan.purpose == "profile":
@@ -441,7 +441,7 @@ class DeepSpeedHook:
         self._state.restart()
         release_cached_memory(self._accelerator)
         self._memory.restart()
-        self._writer.write(self._engine_ready(self._engine, 0.0, self._differences))
+        self._writer.write(self._engine_ready(self._engine, self._differences))
         self._meter.transition.begin(
             micro_batch=plan.changes.get(MICRO_BATCH),
             accumulated=Fraction(self._config.accumulation, accumulation),
@@ -459,7 +459,7 @@ class DeepSpeedHook:
             if not state.steps + state.skipped:
                 state.fed, state.fed_size, state.fed_from = 0, 0, ()
             self._spans["initialize"] = span
-            self._measure_engine(engine, span[1], differences)
+            self._measure_engine(engine, differences)
 
         OtherEngine(engine, measured=lambda: state.steps + state.skipped, takes_over=take_over)
 
@@ -472,9 +472,8 @@ class DeepSpeedHook:
             self._buffers_unlinked = True
             unlink_shared_buffers()
 
-    def _engine_ready(self, engine: Any, initialize_s: float, differences: Mapping[str, list[Any]]) -> EngineReady:
+    def _engine_ready(self, engine: Any, differences: Mapping[str, list[Any]]) -> EngineReady:
         torch: Any = sys.modules["torch"]
-        params, trainable = count_parameters(engine.module)
         ranks = data_parallel_size(engine._config)
         return EngineReady(
             rank=self._rank.rank,
@@ -486,12 +485,7 @@ class DeepSpeedHook:
             data_parallel_size=ranks,
             counted_times=ranks // (engine.dp_world_size or ranks),
             pipeline=is_pipeline(engine),
-            params=params,
-            trainable_params=trainable,
-            initialize_s=initialize_s,
             device=self._state.device,
-            torch_version=str(torch.__version__),
-            deepspeed_version=str(self._deepspeed.__version__),
             config_differences=differences,
             spans=self._spans,
             precision="fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32",

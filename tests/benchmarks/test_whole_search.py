@@ -23,8 +23,7 @@ def launch(folder: Path, name: str, *, at_s: float, step_s: float, size: int, ou
     for rank in (0, 1):
         ready = EngineReady(
             rank=rank, time=0.0, zero_stage=0, train_batch_size=2 * size, train_micro_batch_size_per_gpu=size,
-            gradient_accumulation_steps=1, data_parallel_size=2, pipeline=False, params=1, trainable_params=1,
-            initialize_s=0.1, device="cpu", torch_version="", deepspeed_version="",
+            gradient_accumulation_steps=1, data_parallel_size=2, pipeline=False, device="cpu",
         )  # fmt: skip
         steps = [
             StepMeasured(

@@ -38,12 +38,7 @@ def engine(world_size: int = 2, **changes: Any) -> EngineReady:
         "gradient_accumulation_steps": 1,
         "data_parallel_size": world_size,
         "pipeline": False,
-        "params": 10,
-        "trainable_params": 10,
-        "initialize_s": 0.1,
         "device": "cpu",
-        "torch_version": "2",
-        "deepspeed_version": "0",
     }
     return EngineReady(**{**values, **changes})
 

@@ -380,7 +380,7 @@ class _RankTimeline:
         ranks = range(self._request.slots)
         startup_s = self._result.startup_s
         timed: list[tuple[float, Event]] = [(0.0, self._started(rank)) for rank in ranks]
-        timed += [(startup_s * 0.9, self._ready(rank, profile)) for rank in ranks]
+        timed += [(startup_s * 0.9, self._ready(rank)) for rank in ranks]
         now_s = startup_s
         if profile is not None and not self._failed:
             now_s += self._result.latency_s
@@ -400,7 +400,7 @@ class _RankTimeline:
         slots = self._request.slots
         return RankStarted(rank=rank, time=0.0, local_rank=rank, world_size=slots, pid=0, host="simulated")
 
-    def _ready(self, rank: int, profile: SimulatedProfile | None) -> EngineReady:
+    def _ready(self, rank: int) -> EngineReady:
         slots = self._request.slots
         return EngineReady(
             rank=rank,
@@ -411,12 +411,7 @@ class _RankTimeline:
             gradient_accumulation_steps=self._accumulation,
             data_parallel_size=slots,
             pipeline=False,
-            params=0 if profile is None else profile.params,
-            trainable_params=0 if profile is None else profile.trainable_params,
-            initialize_s=self._result.startup_s * 0.5,
             device="cuda",
-            torch_version="simulated",
-            deepspeed_version="simulated",
         )
 
     def _step(self, rank: int, step: int, factor: float) -> StepMeasured:

@@ -86,13 +86,13 @@ def test_a_record_completes_a_step_once_every_rank_has_it() -> None:
 
 def test_the_engine_that_proves_to_train_takes_the_place_of_the_first() -> None:
     record = LaunchRecord(world_size=2, start_profile_step=1)
-    record.add(replace(engine(), params=3, config_differences={"zero_optimization.stage": [0, 1]}))
-    record.add(replace(engine(), rank=1, params=3))
+    record.add(replace(engine(), train_batch_size=3, config_differences={"zero_optimization.stage": [0, 1]}))
+    record.add(replace(engine(), rank=1, train_batch_size=3))
     assert record.config_differences
-    record.add(replace(engine(), rank=1, params=10))
-    record.add(replace(engine(), params=10))
+    record.add(replace(engine(), rank=1, train_batch_size=10))
+    record.add(replace(engine(), train_batch_size=10))
     assert record.engine is not None
-    assert (record.engine.rank, record.engine.params, record.config_differences) == (0, 10, {})
+    assert (record.engine.rank, record.engine.train_batch_size, record.config_differences) == (0, 10, {})
 
 
 @pytest.mark.parametrize(("samples", "most"), [([8, 8, 3], 19), ([8, 8], 23), ([], 7)])

@@ -66,7 +66,7 @@ def test_a_reference_model_that_is_made_first_is_not_measured(start: Starter, wa
     launch = start.torchrun("several_engines.py", "reference", str(start.user_config), overlay=overlay, warm=warm_ranks)
     assert launch.exit_code == 0, launch.output + launch.log("stderr")
     for rank in RANKS:
-        assert launch.of(EngineReady, rank)[-1].params == 8 * 8 + 8 + 8 + 1
+        assert len(launch.of(EngineReady, rank)) == 2
         steps = launch.of(StepMeasured, rank)
         assert [step.step for step in steps] == [1, 2, 3, 4, 5]
         assert {step.observed_micro_batch for step in steps} == {3}

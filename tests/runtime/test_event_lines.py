@@ -50,12 +50,7 @@ ENGINE = EngineReady(
     gradient_accumulation_steps=1,
     data_parallel_size=1,
     pipeline=False,
-    params=1,
-    trainable_params=1,
-    initialize_s=0.1,
     device="cpu",
-    torch_version="2",
-    deepspeed_version="0",
     config_differences={"a": [1, None]},
     spans={"imports": [1.0, 0.5]},
 )

@@ -48,8 +48,7 @@ def main() -> None:
     writer.write(
         EngineReady(
             rank=rank, time=time.time(), zero_stage=0, train_batch_size=8, train_micro_batch_size_per_gpu=4,
-            gradient_accumulation_steps=1, data_parallel_size=2, pipeline=False, params=289, trainable_params=289,
-            initialize_s=0.1, device="cpu", torch_version="0", deepspeed_version="0",
+            gradient_accumulation_steps=1, data_parallel_size=2, pipeline=False, device="cpu",
         )
     )  # fmt: skip
     print("training starts", flush=True)

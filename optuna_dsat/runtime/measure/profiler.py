@@ -29,12 +29,6 @@ _BLOCK_BYTES = 512
 """Block size to which torch's CUDA allocator rounds up (``kMinBlockSize``, c10/cuda/CUDACachingAllocator.cpp)."""
 
 
-def count_parameters(module: Any) -> tuple[int, int]:
-    """Return the unpartitioned counts of (all, trainable) parameters of a module; of a pipeline, the rank's stage."""
-    sizes = [(_numel(parameter), parameter.requires_grad) for parameter in module.parameters()]
-    return sum(size for size, _ in sizes), sum(size for size, trainable in sizes if trainable)
-
-
 def _numel(parameter: Any) -> int:
     # ZeRO 3 replaces a partitioned parameter by an empty tensor and keeps its size in ds_numel.
     return int(getattr(parameter, "ds_numel", None) or parameter.numel())
@@ -109,7 +103,7 @@ class Profiler:
             return
         module, optimizer = self._engine.module, getattr(self._engine, "basic_optimizer", None)
         zero = sys.modules.get("deepspeed.runtime.zero.utils")
-        params, trainable = count_parameters(module)
+        sizes = [(_numel(parameter), parameter.requires_grad) for parameter in module.parameters()]
         samples, watch = max(1, samples), self._blocks
         divisor = samples / micro_batches_in_flight(self._engine)
         host = host_memory_bytes()
@@ -120,8 +114,8 @@ class Profiler:
             ProfileMeasured(
                 rank=self._rank.rank,
                 time=time.time(),
-                params=params,
-                trainable_params=trainable,
+                params=sum(size for size, _ in sizes),
+                trainable_params=sum(size for size, trainable in sizes if trainable),
                 largest_layer_params=max(
                     (sum(map(_numel, layer.parameters(recurse=False))) for layer in module.modules()), default=0
                 ),
