@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,14 +95,20 @@ def processes_of(launch: Launch | None) -> MachineLaunch:
     return launch.processes
 
 
-def updates_until_finished(launcher: Launcher, count: int = 1, limit_s: float = 120.0) -> list[LaunchUpdate]:
+def updates_until(
+    launcher: Launcher, found: Callable[[list[LaunchUpdate]], object], limit_s: float = 120.0
+) -> list[LaunchUpdate]:
     updates: list[LaunchUpdate] = []
     deadline = time.monotonic() + limit_s
-    while sum(isinstance(update, Finished) for update in updates) < count:
+    while not found(updates):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"No end after {limit_s} s: {updates}")
+            raise TimeoutError(f"Not within {limit_s} s: {updates}")
         updates += launcher.poll(1.0)
     return updates
+
+
+def updates_until_finished(launcher: Launcher, count: int = 1, limit_s: float = 120.0) -> list[LaunchUpdate]:
+    return updates_until(launcher, lambda seen: sum(isinstance(each, Finished) for each in seen) >= count, limit_s)
 
 
 def reports(updates: Sequence[LaunchUpdate]) -> dict[str, LaunchReport]:

@@ -17,11 +17,11 @@ import pytest
 from optuna_dsat.errors import ScriptFailedError
 from optuna_dsat.launch.launcher import TorchrunLauncher, _changes_for, local_launcher
 from optuna_dsat.launch.machine.devices import cpu_devices
-from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest, LaunchUpdate
+from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import EngineReady, StepMeasured
 from optuna_dsat.runtime.measure.live import order_next
-from tests.harness.launches import DS_CONFIG, events, reports, request, updates_until_finished
+from tests.harness.launches import DS_CONFIG, events, reports, request, updates_until, updates_until_finished
 
 from .test_torchrun import BASE_ENV, assert_gone
 
@@ -261,9 +261,7 @@ def test_a_rank_that_fails_after_steps_of_a_continued_trial_costs_this_trial_onl
     first, _ = run("first")
     asked = trial(tmp_path, "second", size=8, end_profile_step=10_000, stall_s=3)
     launcher.start(asked)
-    updates: list[LaunchUpdate] = []
-    while not events(updates, StepMeasured):
-        updates += launcher.poll(0.1)
+    updates_until(launcher, lambda seen: events(seen, StepMeasured))
     os.kill(first.pids[-1], number)
     failed = reports(updates_until_finished(launcher))[asked.launch_id]
     assert (failed.outcome, failed.root) == (outcome, first.launch_id)
@@ -294,9 +292,7 @@ def test_a_pruned_trial_leaves_its_ranks_to_the_next(launcher: TorchrunLauncher,
     (tmp_path / "user_config.json").write_text(json.dumps(DS_CONFIG))
     asked = trial(tmp_path, "first", end_profile_step=6)
     launcher.start(asked)
-    updates: list[LaunchUpdate] = []
-    while not events(updates, StepMeasured):
-        updates += launcher.poll(0.1)
+    updates_until(launcher, lambda seen: events(seen, StepMeasured))
     launcher.stop(asked.launch_id)
     report = reports(updates_until_finished(launcher))[asked.launch_id]
     assert report.outcome is Outcome.PRUNED

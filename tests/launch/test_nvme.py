@@ -28,8 +28,8 @@ from optuna_dsat.launch.run_directory import OutputError
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.agent.operators import ASYNC_IO
 from optuna_dsat.runtime.events import StepMeasured
-from tests.harness.launches import STUB, events, request, run, updates_until_finished
-from tests.launch.test_torchrun import BASE_ENV, until
+from tests.harness.launches import STUB, events, request, run, updates_until, updates_until_finished
+from tests.launch.test_torchrun import BASE_ENV
 
 WIDTH = 1024
 """As in ``tests/scripts/swapped.py``."""
@@ -122,7 +122,7 @@ def test_states_on_nvme_train_alike_and_are_removed(launcher: TorchrunLauncher, 
 def test_a_launch_that_is_ended_leaves_nothing_on_nvme(launcher: TorchrunLauncher, tmp_path: Path, drive: Path) -> None:
     overlay = on_nvme(drive, offload_optimizer="nvme")
     launcher.start(swapped(tmp_path, overlay, args=("--step-s", "0.2"), end_profile_step=90))
-    until(launcher, lambda seen: bool(events(seen, StepMeasured)))
+    updates_until(launcher, lambda seen: events(seen, StepMeasured))
     (folder,) = (path for path in drive.iterdir() if path.is_dir())
     assert any(folder.rglob("*.swp"))
     launcher.stop("trial-0000")

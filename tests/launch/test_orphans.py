@@ -18,7 +18,6 @@ from optuna_dsat.launch.machine.devices import cpu_devices
 from optuna_dsat.launch.machine.journal import remove_leftovers
 from optuna_dsat.launch.machine.processes import find_marked, has_mark, new_mark
 from optuna_dsat.launch.machine.tree import ProcessTree, end_launch, end_noted
-from optuna_dsat.launch.protocol import LaunchUpdate
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.agent.processes import MARK_ENV, ProcessKey
 from optuna_dsat.runtime.events import StepMeasured
@@ -31,6 +30,7 @@ from tests.harness.launches import (
     processes_of,
     reports,
     request,
+    updates_until,
     updates_until_finished,
 )
 from tests.harness.workers import ended, wait_until
@@ -98,9 +98,7 @@ def check_daemon(launcher: TorchrunLauncher, cwd: Path, *, end: str) -> None:
     daemon = cwd / "daemon"
     args = () if end == "itself" else ("--end", "sleep")
     launcher.start(request(cwd, launch_id=end, script=STUB, slots=1, args=(*args, "--daemon", str(daemon))))
-    updates: list[LaunchUpdate] = []
-    while not events(updates, StepMeasured):
-        updates += launcher.poll(1.0)
+    updates = updates_until(launcher, lambda seen: events(seen, StepMeasured))
     pid, began = daemon_of(daemon), time.monotonic()
     running = launcher._running.get(end)
     if end == "parent":

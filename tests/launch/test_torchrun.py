@@ -7,8 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,8 @@ from optuna_dsat.launch.protocol import Finished, LaunchUpdate, Settled, SlotsBu
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.agent.processes import ProcessKey
 from optuna_dsat.runtime.events import EngineReady, RankFailed, RankFinished, RankStarted, StepMeasured
-from tests.harness.launches import DS_CONFIG, STUB, events, reports, request, run, updates_until_finished
+from tests.harness.launches import DS_CONFIG, STUB, events, reports, request, run, updates_until, updates_until_finished
+from tests.harness.workers import wait_until
 
 ROOT = Path(__file__).parents[2]
 BASE_ENV = {
@@ -45,15 +45,6 @@ def launcher(tmp_path: Path) -> Iterator[TorchrunLauncher]:
     made = local_launcher(tmp_path / "out", devices=cpu_devices(2), base_env=BASE_ENV)
     yield made
     made.close()
-
-
-def until(launcher: TorchrunLauncher, found: Callable[[Sequence[LaunchUpdate]], bool]) -> list[LaunchUpdate]:
-    updates: list[LaunchUpdate] = []
-    deadline = time.monotonic() + 120
-    while not found(updates):
-        assert time.monotonic() < deadline, updates
-        updates += launcher.poll(1.0)
-    return updates
 
 
 def assert_gone(pids: Sequence[int]) -> None:
@@ -104,7 +95,7 @@ def test_one_rank_s_exception_ends_the_launch(launcher: TorchrunLauncher, cwd: P
 
 def test_a_rank_that_is_killed_ends_the_launch(launcher: TorchrunLauncher, cwd: Path) -> None:
     launcher.start(request(cwd, script=STUB, args=("--end", "sleep", "--at", "3"), end_profile_step=5))
-    updates = until(launcher, lambda seen: {event.rank for event in events(seen, StepMeasured)} == {0, 1})
+    updates = updates_until(launcher, lambda seen: {event.rank for event in events(seen, StepMeasured)} == {0, 1})
     victim = next(event.pid for event in events(updates, RankStarted) if event.rank == 1)
     os.kill(victim, signal.SIGKILL)
     report = reports(updates_until_finished(launcher))["trial-0000"]
@@ -115,7 +106,7 @@ def test_a_rank_that_is_killed_ends_the_launch(launcher: TorchrunLauncher, cwd: 
 
 def test_a_launch_is_pruned_in_flight_and_the_next_one_starts(launcher: TorchrunLauncher, cwd: Path) -> None:
     launcher.start(request(cwd, script=STUB, args=("--step-s", "0.05"), end_profile_step=900))
-    until(launcher, lambda seen: bool(events(seen, StepMeasured)))
+    updates_until(launcher, lambda seen: events(seen, StepMeasured))
     launcher.stop("trial-0000", message="cannot win")
     launcher.stop("unknown")
     updates = updates_until_finished(launcher)  # both may come at once
@@ -193,10 +184,7 @@ def test_a_tuner_that_is_killed_takes_its_launch_along(cwd: Path) -> None:
     process.kill()
     process.wait()
     process.stdout.close()
-    deadline = time.monotonic() + 10
-    while any(ProcessKey.of(pid) for pid in ranks) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert_gone(ranks)
+    wait_until(lambda: not any(map(ProcessKey.of, ranks)), what="the ranks are gone", limit_s=10)
     kill_leftovers()  # the orphans started by the script
     assert_gone(own)
     assert own_processes(process.pid) == []
@@ -212,7 +200,7 @@ def test_a_full_run_is_on_the_terminal_and_passes_its_exit_code_on(cwd: Path) ->
 
 
 def settled(launcher: TorchrunLauncher) -> Settled:
-    updates = until(launcher, lambda seen: any(isinstance(update, Settled | Finished) for update in seen))
+    updates = updates_until(launcher, lambda seen: any(isinstance(update, Settled | Finished) for update in seen))
     result = [update for update in updates if isinstance(update, Settled)]
     assert result, "told before its processes are gone"
     return result[0]

@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import pytest
 from optuna_dsat.launch.launcher import TorchrunLauncher, local_launcher
 from optuna_dsat.launch.machine.devices import cpu_devices
 from optuna_dsat.launch.machine.processes import find_marked
-from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest, LaunchUpdate, ScriptCommand
+from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest, ScriptCommand
 from optuna_dsat.launch.warm.forking import Forking
 from optuna_dsat.launch.warm.server import WarmUnavailableError
 from optuna_dsat.outcome import Outcome
@@ -36,8 +35,10 @@ from tests.harness.launches import (
     reports,
     request,
     run,
+    updates_until,
     updates_until_finished,
 )
+from tests.harness.workers import wait_until
 
 from .test_torchrun import BASE_ENV, assert_gone
 
@@ -222,9 +223,7 @@ def test_launches_whose_agent_or_parent_is_killed_are_told_so_and_the_next_is_fo
 
     def killed(victim: str) -> LaunchReport:
         launcher.start(request(folder, launch_id=victim, script=STUB, args=("--end", "sleep", "--at", "2")))
-        updates: list[LaunchUpdate] = []
-        while not events(updates, StepMeasured):
-            updates += launcher.poll(1.0)
+        updates_until(launcher, lambda seen: events(seen, StepMeasured))
         server = launcher._forking._server
         assert server is not None
         agent = launcher._running[victim].processes.pid
@@ -249,15 +248,10 @@ def test_the_parent_ends_with_the_launcher(folder: Path, tmp_path: Path) -> None
     launcher = local_launcher(tmp_path, devices=cpu_devices(2), base_env=BASE_ENV, warm=True)
     launcher.prepare(LIGHT)
     launcher.start(request(folder, launch_id="open", script=STUB, args=("--end", "sleep")))
-    updates: list[LaunchUpdate] = []
-    while len(events(updates, RankStarted)) < 2:
-        updates += launcher.poll(1.0)
+    updates = updates_until(launcher, lambda seen: len(events(seen, RankStarted)) >= 2)
     pids = [event.pid for event in events(updates, RankStarted)]
     launcher.close()
-    deadline = time.monotonic() + 5
-    while any(ProcessKey.of(pid) is not None for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert_gone(pids)
+    wait_until(lambda: not any(map(ProcessKey.of, pids)), what="the ranks are gone", limit_s=5)
 
 
 def test_another_environment_is_launched_plainly(launcher: TorchrunLauncher, folder: Path, notices: list[str]) -> None:
