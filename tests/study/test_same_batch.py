@@ -82,7 +82,7 @@ def test_commands_show_and_print_both_configs(bench: StudyBench, capsys: pytest.
 
 def test_there_is_one_question_where_every_configuration_has_the_users_batch(bench: StudyBench) -> None:
     fixed = {"train_micro_batch_size_per_gpu": 2}
-    result = _search(bench, method="random", batch="both", fix=fixed)
+    result = _search(bench, method="random", batch="both", fix=fixed, max_trials=12, confirm=0)
     assert not _asked(bench)
     assert result.same_batch is None
 
@@ -113,7 +113,7 @@ def test_a_search_of_few_trials_says_that_none_is_left_for_the_users_batch(bench
 
 @pytest.mark.parametrize("batch", ["free", "keep"])
 def test_one_question_is_asked_where_one_is_wanted(bench: StudyBench, batch: str) -> None:
-    result = _search(bench, method="guided", batch=batch)
+    result = _search(bench, method="random", batch=batch, max_trials=12, confirm=0)
     assert not _asked(bench)
     assert result.same_batch is None
 
@@ -131,12 +131,12 @@ def test_the_file_of_an_earlier_result_is_removed_unless_it_was_edited(bench: St
         samples = config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"]
         return SimulatedResult(startup_s=1, forward_s=1e-3 if samples * RANKS == BATCH else 10.0)
 
-    result = _search(bench, method="random", batch="both", confirm=0)
+    result = _search(bench, method="random", batch="both", confirm=0, max_trials=12)
     assert result.same_batch is not None
     path = Path(result.same_batch.config_path)
     if edited:
         path.write_text("{}")
-    spec = bench.spec(ds_config=DS_CONFIG, max_trials=34, method="random", batch="both", confirm=0)
+    spec = bench.spec(ds_config=DS_CONFIG, max_trials=20, method="random", batch="both", confirm=0)
     later = bench.run(spec, Hill(override=run))
     assert (later.train_batch_size, later.same_batch) == (BATCH, None)
     assert path.exists() is edited
