@@ -37,9 +37,9 @@ def cluster() -> Iterator[RayCluster]:
         yield running
 
 
-def holder(cluster: RayCluster, scenario: str, *numbers: int) -> subprocess.Popen[str]:
+def holder(cluster: RayCluster, scenarios: str, *numbers: int) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.harness.ray_places", cluster.address, scenario, *map(str, numbers)],
+        [sys.executable, "-m", "tests.harness.ray_places", cluster.address, scenarios, *map(str, numbers)],
         cwd=ROOT,
         env={**os.environ, **LOOPBACK},
         stdout=subprocess.PIPE,
@@ -48,12 +48,18 @@ def holder(cluster: RayCluster, scenario: str, *numbers: int) -> subprocess.Pope
     )
 
 
-def seen(cluster: RayCluster, scenario: str, *numbers: int) -> dict[str, Any]:
-    process = holder(cluster, scenario, *numbers)
-    output, errors = process.communicate(timeout=240)
+def seen(cluster: RayCluster, scenarios: str, *numbers: int) -> dict[str, Any]:
+    process = holder(cluster, scenarios, *numbers)
+    output, errors = process.communicate(timeout=500)
     assert process.returncode == 0, errors
     result: dict[str, Any] = json.loads(output)  # Ray itself writes nothing there
     return result
+
+
+@pytest.fixture(scope="module")
+def places(cluster: RayCluster) -> dict[str, Any]:
+    """Run scenarios that leave the cluster as it was in one process, the one that shortens its patience last."""
+    return seen(cluster, "refused,queued,pinned,agent_killed,agent_frozen")
 
 
 def test_nodes_are_counted_that_could_ever_hold_what_is_asked_for() -> None:
@@ -173,8 +179,8 @@ def test_a_control_service_that_answers_nothing_counts_as_gone(monkeypatch: pyte
 
 
 @with_ray
-def test_what_can_never_be_granted_is_refused_with_the_numbers(cluster: RayCluster) -> None:
-    result = seen(cluster, "refused")
+def test_what_can_never_be_granted_is_refused_with_the_numbers(places: dict[str, Any]) -> None:
+    result = places["refused"]
     (too_many, first_s), (too_large, second_s), (possible, _) = result["answers"]
     assert "takes 3 nodes with 2 GPUs each" in too_many
     assert "has 2 such among its 3 nodes" in too_many
@@ -198,8 +204,8 @@ def test_a_search_that_can_never_get_its_nodes_ends_with_2_and_one_line(cluster:
 
 
 @with_ray
-def test_a_place_without_room_waits_for_the_first_to_be_given_back(cluster: RayCluster) -> None:
-    result = seen(cluster, "queued")
+def test_a_place_without_room_waits_for_the_first_to_be_given_back(places: dict[str, Any]) -> None:
+    result = places["queued"]
     assert (result["state"], result["why"]) == ("queued", "no resources: what it takes is held by others")
     assert result["name"] == "Ray placement group 2"
     assert result["first"] == "lost"
@@ -207,23 +213,23 @@ def test_a_place_without_room_waits_for_the_first_to_be_given_back(cluster: RayC
 
 
 @with_ray
-def test_places_are_on_the_nodes_that_are_named_in_their_order(cluster: RayCluster) -> None:
-    result = seen(cluster, "pinned")
+def test_places_are_on_the_nodes_that_are_named_in_their_order(places: dict[str, Any]) -> None:
+    result = places["pinned"]
     assert result["forwards"]["on"] == result["forwards"]["asked"]
     assert result["backwards"]["on"] == result["backwards"]["asked"]
     assert "is called elsewhere (--ray-node)" in result["refused"]
 
 
 @with_ray
-def test_with_an_agent_its_place_and_the_agents_of_other_nodes_go(cluster: RayCluster) -> None:
-    result = seen(cluster, "agent_killed")
+def test_with_an_agent_its_place_and_the_agents_of_other_nodes_go(places: dict[str, Any]) -> None:
+    result = places["agent_killed"]
     assert "ended with -9" in result["why"]
     assert result["lost_s"] < 20
 
 
 @with_ray
-def test_a_node_whose_agent_stands_still_is_lost_and_rid_of_it(cluster: RayCluster) -> None:
-    result = seen(cluster, "agent_frozen")
+def test_a_node_whose_agent_stands_still_is_lost_and_rid_of_it(places: dict[str, Any]) -> None:
+    result = places["agent_frozen"]
     assert "said nothing for 4 s" in result["why"]
     assert result["lost_s"] + result["gone_s"] < 40
 
@@ -232,7 +238,7 @@ def test_a_node_whose_agent_stands_still_is_lost_and_rid_of_it(cluster: RayClust
 def test_without_rays_control_service_all_places_are_given_up(cluster: RayCluster) -> None:
     control = psutil.Process(cluster.control())
     try:
-        result = seen(cluster, "control_frozen", control.pid)
+        result = seen(cluster, "control_frozen", control.pid)["control_frozen"]
     finally:
         control.resume()
     assert result["why"] == "Ray's control service (GCS) has given no answer for 8 s"

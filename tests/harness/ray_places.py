@@ -1,4 +1,4 @@
-"""``python -m tests.harness.ray_places ADDRESS SCENARIO``: a process that holds allocations of a Ray cluster.
+"""``python -m tests.harness.ray_places ADDRESS SCENARIO,...``: a process that holds allocations of a Ray cluster.
 
 Prints its observations as a line of JSON. It is a separate process because Ray leaves threads in a driver.
 """
@@ -166,14 +166,16 @@ def held(engine: RayEngine) -> Seen:
 
 
 def main() -> None:
-    """Run a scenario."""
-    engine = RayEngine(sys.argv[1])
-    try:
-        scenario: Callable[..., Seen] = globals()[sys.argv[2]]
-        result = scenario(engine, *map(int, sys.argv[3:]))
-    finally:
-        engine.close()
-    sys.stdout.write(json.dumps(result) + "\n")
+    """Run scenarios, each with its own engine."""
+    results = {}
+    for name in sys.argv[2].split(","):
+        engine = RayEngine(sys.argv[1])
+        try:
+            scenario: Callable[..., Seen] = globals()[name]
+            results[name] = scenario(engine, *map(int, sys.argv[3:]))
+        finally:
+            engine.close()
+    sys.stdout.write(json.dumps(results) + "\n")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.agent.cuda import restore_cuda, use_named_gpu_count
 from optuna_dsat.runtime.agent.preload import BASE_MODULES, Preload
 from optuna_dsat.runtime.events import EngineReady, ModulesImported, RankStarted
-from tests.harness.launches import DS_CONFIG, SCRIPTS, events, request, run
+from tests.harness.launches import DS_CONFIG, SCRIPTS, STUB, events, request, run
 
 from .test_torchrun import BASE_ENV
 
@@ -335,9 +335,9 @@ def test_ranks_are_started_anew_where_the_agent_has_initialised_cuda(
     text: list[str] = []
     launcher = make(tmp_path, text, warm=True, PYTHONPATH=str(folder), LD_LIBRARY_PATH=str(driver))
     (tmp_path / "warm").mkdir()
-    launcher.prepare(Preload(modules=(*BASE_MODULES, "agent_initialises")))
+    launcher.prepare(Preload(modules=("agent_initialises",)))
     try:
-        report, updates = run(launcher, asked(folder, "meddled"))
+        report, updates = run(launcher, request(folder, launch_id="meddled", script=STUB))
     finally:
         launcher.close()
     assert report.outcome is Outcome.MEASURED, report
