@@ -15,15 +15,14 @@ from typing import Any
 import pytest
 
 from optuna_dsat.errors import ScriptFailedError
-from optuna_dsat.launch.launcher import TorchrunLauncher, _changes_for, local_launcher
-from optuna_dsat.launch.machine.devices import cpu_devices
+from optuna_dsat.launch.launcher import TorchrunLauncher, _changes_for
 from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import EngineReady, StepMeasured
 from optuna_dsat.runtime.measure.live import order_next
 from tests.harness.launches import DS_CONFIG, events, reports, request, updates_until, updates_until_finished
 
-from .test_torchrun import BASE_ENV, assert_gone
+from .test_torchrun import assert_gone
 
 pytestmark = pytest.mark.torchrun
 
@@ -31,33 +30,16 @@ PIPELINE = Path(__file__).parents[2] / "examples" / "pipeline" / "train.py"
 Run = Callable[..., tuple[LaunchReport, list[StepMeasured]]]
 
 
-@pytest.fixture(scope="module")
-def notices() -> list[str]:
-    return []
-
-
-@pytest.fixture(scope="module")
-def forks(tmp_path_factory: pytest.TempPathFactory, notices: list[str]) -> Iterator[TorchrunLauncher]:
-    """Return a launcher that has torch and DeepSpeed imported."""
-    folder = tmp_path_factory.mktemp("warm")
-    made = local_launcher(folder, devices=cpu_devices(2), base_env=BASE_ENV, warm=True, on_notice=notices.append)
-    (folder / "user_config.json").write_text(json.dumps(DS_CONFIG))
-    made.start(trial(folder, "warms"))
-    updates_until_finished(made)
-    yield made
-    made.close()
-
-
 @pytest.fixture
-def launcher(forks: TorchrunLauncher, notices: list[str]) -> Iterator[TorchrunLauncher]:
+def launcher(warm_launcher: TorchrunLauncher, notices: list[str]) -> Iterator[TorchrunLauncher]:
     notices.clear()
-    forks._continues, forks._not_followed = True, set()
-    yield forks
-    for name in [*forks._running]:  # of a test that has failed
-        forks.stop(name, outcome=Outcome.LOST)
+    warm_launcher._continues, warm_launcher._not_followed = True, set()
+    yield warm_launcher
+    for name in [*warm_launcher._running]:  # of a test that has failed
+        warm_launcher.stop(name, outcome=Outcome.LOST)
     deadline = time.monotonic() + 20
-    while forks.free_slots < 2 and time.monotonic() < deadline:
-        forks.poll(0.1)
+    while warm_launcher.free_slots < 2 and time.monotonic() < deadline:
+        warm_launcher.poll(0.1)
 
 
 @pytest.fixture

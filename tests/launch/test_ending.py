@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 import signal
@@ -15,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from optuna_dsat.launch.follow import follow
-from optuna_dsat.launch.launcher import local_launcher
-from optuna_dsat.launch.machine.devices import cpu_devices
+from optuna_dsat.launch.launcher import TorchrunLauncher
 from optuna_dsat.launch.machine.processes import end_with_descendants, kill_leftovers, new_mark
 from optuna_dsat.launch.machine.tree import ProcessTree, end_launch
 from optuna_dsat.launch.protocol import LaunchReport
@@ -215,39 +213,27 @@ finally:
 """
 
 
-class Endings:
-    """Launches trainings with an ending, forked as most are; the first runs before the tests, which leave no process.
+Run = Callable[[str], LaunchReport]
 
-    Args:
-        folder: Its run directories, and what the first training writes.
-    """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.launcher = local_launcher(folder, devices=cpu_devices(2), base_env=environment, warm=True)
-        self._numbers = itertools.count()
-        self.first = self.run(HANDLERS, folder)
+@pytest.fixture
+def run(warm_launcher: TorchrunLauncher, tmp_path: Path) -> Run:
+    """Launch a training with an ending, forked as most are."""
 
-    def run(self, ending: str, cwd: Path) -> LaunchReport:
-        script = cwd / "train.py"
+    def launched(ending: str) -> LaunchReport:
+        script = tmp_path / "train.py"
         script.write_text(TRAIN + ending)
-        (cwd / "user_config.json").write_text("{}")
-        asked = request(cwd, launch_id=f"ending-{next(self._numbers)}", script=str(script), overlay={})
-        return follow(self.launcher, asked)[1]
+        (tmp_path / "user_config.json").write_text("{}")
+        return follow(warm_launcher, request(tmp_path, launch_id=tmp_path.name, script=str(script), overlay={}))[1]
 
-
-@pytest.fixture(scope="module")
-def endings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endings]:
-    made = Endings(tmp_path_factory.mktemp("endings"))
-    yield made
-    made.launcher.close()
+    return launched
 
 
 @pytest.mark.torchrun
-def test_finally_with_and_atexit_run(endings: Endings) -> None:
-    assert endings.first.outcome is Outcome.MEASURED, endings.first.message
-    marks = sorted(path.name for path in endings.folder.glob("[af]*-[01]"))
+def test_finally_with_and_atexit_run(run: Run, tmp_path: Path) -> None:
+    report = run(HANDLERS)
+    assert report.outcome is Outcome.MEASURED, report.message
+    marks = sorted(path.name for path in tmp_path.glob("[af]*-[01]"))
     assert marks == ["atexit-0", "atexit-1", "finally-0", "finally-1"]
 
 
@@ -262,9 +248,9 @@ def test_finally_with_and_atexit_run(endings: Endings) -> None:
     ],
     ids=["swallowed", "raises", "hard exit", "thread"],
 )
-def test_no_ending_changes_the_outcome_or_takes_long(endings: Endings, tmp_path: Path, ending: str) -> None:
+def test_no_ending_changes_the_outcome_or_takes_long(run: Run, ending: str) -> None:
     began = time.monotonic()
-    report = endings.run(ending, tmp_path)
+    report = run(ending)
     assert report.outcome is Outcome.MEASURED, report.message
     assert report.exit_s < 12.0
     assert time.monotonic() - began < 120.0

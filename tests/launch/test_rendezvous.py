@@ -9,14 +9,13 @@ import psutil
 import pytest
 
 from optuna_dsat.launch.agent.command import launch_environment, torchrun_command
-from optuna_dsat.launch.launcher import local_launcher
+from optuna_dsat.launch.launcher import TorchrunLauncher
 from optuna_dsat.launch.machine.devices import cpu_devices
 from optuna_dsat.launch.machine.processes import find_marked
 from optuna_dsat.launch.protocol import Rendezvous
 from optuna_dsat.launch.run_directory import RunDirectory
-from tests.harness.launches import DS_CONFIG, request
+from tests.harness.launches import DS_CONFIG, request, updates_until_finished
 from tests.harness.workers import wait_until
-from tests.launch.test_torchrun import BASE_ENV
 
 
 def part(**changes: object) -> Rendezvous:
@@ -82,25 +81,24 @@ def listening(pid: int) -> set[str]:
 
 
 @pytest.mark.torchrun
-def test_every_port_of_a_launch_listens_on_loopback(tmp_path: Path) -> None:
+def test_every_port_of_a_launch_listens_on_loopback(warm_launcher: TorchrunLauncher, tmp_path: Path) -> None:
     (tmp_path / "user_config.json").write_text(json.dumps(DS_CONFIG), encoding="utf-8")
     before = {item.key for item in find_marked()}  # what a test that ran out of time may have left
-    launcher = local_launcher(tmp_path / "out", devices=cpu_devices(2), base_env=BASE_ENV, warm=True)
+    warm_launcher.start(request(tmp_path, launch_id="listens", args=("--end", "sleep", "--at", "2")))
+    output = warm_launcher.run_directory("listens").stdout(1)
     try:
-        launcher.start(request(tmp_path, args=("--end", "sleep", "--at", "2")))
-        wait_until(lambda: launcher.poll(0.2) is not None and "training starts" in output(tmp_path), what="they train")
+        wait_until(
+            lambda: warm_launcher.poll(0.2) is not None and output.exists() and "training starts" in output.read_text(),
+            what="they train",
+        )
         marked = [item for item in find_marked() if item.key not in before]
         own = [item.key.pid for item in marked if str(item.mark).split(":")[1] == str(psutil.Process().pid)]
         seen = set().union(*map(listening, own))
         assert seen
         assert seen <= {"127.0.0.1", "::ffff:127.0.0.1"}
     finally:
-        launcher.close()
-
-
-def output(folder: Path) -> str:
-    path = folder / "out" / "trial-0000" / "logs" / "rank1.stdout.log"
-    return path.read_text() if path.exists() else ""
+        warm_launcher.stop("listens")
+        updates_until_finished(warm_launcher)
 
 
 def test_what_the_user_says_of_the_network_is_kept(tmp_path: Path) -> None:

@@ -1,0 +1,31 @@
+"""A launcher of forked launches, shared by files whose tests are not about its start."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from optuna_dsat.launch.launcher import TorchrunLauncher, local_launcher
+from optuna_dsat.launch.machine.devices import cpu_devices
+from tests.harness.launches import DS_CONFIG, request, updates_until_finished
+
+from .test_torchrun import BASE_ENV
+
+
+@pytest.fixture(scope="session")
+def notices() -> list[str]:
+    return []
+
+
+@pytest.fixture(scope="session")
+def warm_launcher(tmp_path_factory: pytest.TempPathFactory, notices: list[str]) -> Iterator[TorchrunLauncher]:
+    """Return a launcher that has torch and DeepSpeed imported; one launch has trained already."""
+    folder = tmp_path_factory.mktemp("warm")
+    made = local_launcher(folder, devices=cpu_devices(2), base_env=BASE_ENV, warm=True, on_notice=notices.append)
+    (folder / "user_config.json").write_text(json.dumps(DS_CONFIG), encoding="utf-8")
+    made.start(request(folder, launch_id="warms", script="continued.py"))
+    updates_until_finished(made)
+    yield made
+    made.close()
