@@ -14,14 +14,14 @@ import benchmarks.random_machines
 from benchmarks.named_landscapes import throughput
 from benchmarks.optimum import optimum, search_space
 from benchmarks.physics import Settings
-from benchmarks.published import published_tables
-from benchmarks.published_measurements import compare, distributions
+from benchmarks.published_measurements import distributions
 from benchmarks.random_machines.__main__ import compared, main, read, seeds_of, table
 from benchmarks.random_machines.draw import PUBLISHED, draw
 from benchmarks.random_machines.machine import machine_of, structure_of
 from benchmarks.search_efficiency import Result
 from optuna_dsat.config import ds_config
 from optuna_dsat.outcome import Outcome
+from tests.benchmarks.test_published import TABLES, comparisons_of
 
 SEEDS = range(200)
 
@@ -45,8 +45,8 @@ def test_at_least_thirty_per_cent_of_the_terms_have_a_form_that_the_cost_models_
 
 
 def test_deviations_are_drawn_from_published_measurements() -> None:
-    tables = {name: table for name, table in published_tables().items() if not table.set_aside}
-    results = [compare(name, table)[0] for name, table in tables.items()]
+    tables = {name: table for name, table in TABLES.items() if not table.set_aside}
+    results = [comparisons_of(name)[0] for name in tables]
     values = distributions(results, {name: table.memory for name, table in tables.items()})
     fitted = {
         name: (round(math.exp(statistics.median(values[name])), 2), round(statistics.pstdev(values[name]), 2))
