@@ -16,7 +16,7 @@ import pytest
 from optuna_dsat.launch.launcher import TorchrunLauncher, local_launcher
 from optuna_dsat.launch.machine.devices import cpu_devices
 from optuna_dsat.launch.machine.processes import find_marked, kill_leftovers
-from optuna_dsat.launch.protocol import Finished, LaunchUpdate, Settled, SlotsBusyError
+from optuna_dsat.launch.protocol import Finished, Settled, SlotsBusyError
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.agent.processes import ProcessKey
 from optuna_dsat.runtime.events import EngineReady, RankFailed, RankFinished, RankStarted, StepMeasured

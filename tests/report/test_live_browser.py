@@ -40,8 +40,8 @@ def test_it_follows_a_search_and_keeps_zoom_and_what_was_opened(finished: Report
         flying.set_user_attr(attributes.OUTCOME, "out_of_memory")
         study.tell(flying.number, state=optuna.trial.TrialState.PRUNED)
         page.locator("#now").get_by_text("The search has ended.").wait_for(state="attached")
-        for _ in range(24):  # drawn anew with a small share of the processor
-            page.wait_for_timeout(5000)
+        for _ in range(240):  # drawn anew with a small share of the processor
+            page.wait_for_timeout(500)
             if page.evaluate(SUMMARY).startswith(f"{launched + 1} "):
                 break
         assert page.evaluate(SUMMARY).startswith(f"{launched + 1} ")
