@@ -130,7 +130,7 @@ def measure_profile(
     If training fails for another reason that batch sizes may explain, the user's batch sizes are tried: some scripts
     require their accumulation steps, others cannot train on a single sample. If these fail as well, the script itself
     is at fault. If they work, further launches show whether its micro-batch suffices, which is then the minimum, or its
-    accumulation steps. A script that says by what its batch must be divisible is searched at multiples.
+    accumulation steps. Where its error names a divisor of the batch, multiples of it are searched.
 
     A script whose batch size is a mapped option may compute its accumulation steps from a global batch. The steps are
     read from a launch at the script's micro-batch.

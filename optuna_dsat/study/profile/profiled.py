@@ -48,7 +48,7 @@ class Profiled(Record):
     least_micro_batch: int = 1
     """Smallest micro-batch that the script trains with, as far as known: larger than 1 where it failed at less."""
     micro_batch_multiple: int = 1
-    """Number of which the script's micro-batches must be multiples, as an error said."""
+    """Divisor of the micro-batches that the script accepts, from the message of its error."""
     holds_accumulation: bool = False
     """True if the script accumulates by a number in its own code: every trial then has the user's steps."""
     data_parallel_size: int
