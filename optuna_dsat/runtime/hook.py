@@ -265,11 +265,11 @@ class DeepSpeedHook:
         if differences and self._plan.measures and self._engine is None:
             self._writer.write(ConfigDiffers(rank=self._rank.rank, time=started, differences=differences))
         result = build()
-        differences = self._config.differences(source, ranks=data_parallel_size(result[0]._config))
         self._change_engine(result[0])
         self._state.phase = before
         if self._plan.measures:
             span = [started, time.time() - started]
+            differences = self._config.differences(source, ranks=data_parallel_size(result[0]._config))
             if self._engine is None:
                 self._spans["initialize"] = span
                 self._measure_engine(result[0], differences)
