@@ -42,7 +42,7 @@ def test_an_offloaded_optimizer_is_pinned_by_the_ranks(machine: Machine, tmp_pat
     pinned = {rank["pid"]: 0 for rank in trial.ranks}
     for call in machine.calls("cuMemHostAlloc"):
         pinned[call.pid] = pinned.get(call.pid, 0) + call.number
-    parameters = trial.events("engine_ready")[0]["params"]
+    parameters = search.launches[0].events("profile_measured")[0]["trainable_params"]
     assert all(pinned[rank["pid"]] > 4 * parameters // 2 for rank in trial.ranks)
     assert trial.report["outcome"] == "measured"
     ran_as_they_should(search, forked=True)
