@@ -82,7 +82,7 @@ def spec_of(rig: Rig, *, method: str, budget: int, seed: int, folder: Path) -> S
 
 
 def _space(landscape: Computed | Recorded) -> dict[str, tuple[Any, ...]]:
-    """Return the options that keep a search to what a landscape knows; all else has the method's defaults."""
+    """Return the options that restrict a search to the settings that a landscape covers."""
     if not isinstance(landscape, Recorded):
         return {"no_tune": () if landscape.nodes == 1 else (PARTITION_COPY,)}
     complete = {1, 2, 3} <= set(landscape.stages)
@@ -142,7 +142,7 @@ def results(rig: Rig, study: StoredStudy) -> list[Mapping[str, Any] | None]:
     """Return the config that would be the result if the search were stopped, after each launch.
 
     That is the method's best trial so far (``Method.ranked``), by which finalists are chosen, until two rounds have
-    compared these; then what the verdict hands over.
+    compared these; then the config of the verdict.
     """
     method = _method_of(study)
     trials = {trial.user_attrs.get(attributes.LAUNCH_ID): trial for trial in study.trials}

@@ -65,7 +65,7 @@ class Net:
 
 @dataclass(frozen=True, kw_only=True)
 class Model(Net):
-    """What is trained on the named landscapes."""
+    """The model of a named landscape."""
 
     layers: int
     matrix_params: int
@@ -108,7 +108,7 @@ class Hardware:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine(Hardware):
-    """What the named landscapes are trained on."""
+    """The machine of a named landscape."""
 
     hbm_bytes_per_s: float
 
@@ -196,7 +196,7 @@ class Settings:
 
 
 class OnHardware:
-    """What a named landscape and a machine drawn at random have in common: a net that is trained on hardware."""
+    """A model on hardware: the common part of named landscapes and machines drawn at random."""
 
     net: Net
     hardware: Hardware
@@ -242,7 +242,7 @@ class OnHardware:
         }
 
     def _profile(self, *, activations: float, peak_bytes: float) -> SimulatedProfile:
-        """Return what a profile launch measures; it sees ``activations``, relative to the truth."""
+        """Return the profile; ``activations`` is the ratio of measured to true activation bytes."""
         return SimulatedProfile(
             params=self.params,
             trainable_params=self.params,

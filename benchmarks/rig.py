@@ -66,7 +66,7 @@ class Rig(SimulatedLauncher):
         self.landscape = landscape
         self.launches: list[Launch] = []
         self.results: Sequence[Mapping[str, Any] | None] | None = None
-        """After each launch the config that the search would hand over; None for peers, which name none."""
+        """Result of the search if it ended after each launch; None for peers, which name none."""
         self.statements: Sequence[tuple[Mapping[str, Any], float]] = ()
         """The config held and what may be left to gain as the method states it, the last at the end of the search."""
         self._budget = budget

@@ -239,7 +239,7 @@ def _held(
 ) -> list[float]:
     """Return after each launch what the configuration then held is worth, without noise.
 
-    Held is what the search would hand over, or what measured best.
+    Held is the result that the search would have, or the best measurement.
     """
     worths = []
     held = shown = 0.0

@@ -49,12 +49,12 @@ class RandomMachine(OnHardware):
 
     @property
     def net(self) -> DrawnNet:  # type: ignore[override]
-        """What is trained."""
+        """The model."""
         return self.drawn.net
 
     @property
     def hardware(self) -> DrawnHardware:  # type: ignore[override]
-        """What it is trained on."""
+        """The devices and their hosts."""
         return self.drawn.hardware
 
     @property
