@@ -1,11 +1,12 @@
 """Record a real landscape: launch one script under many configurations on this machine, for searches to be played on.
 
     python -m benchmarks.record_landscape OUTPUT.json SCRIPT DS_CONFIG [--stages 1 2 3] [--offload]
-        [--gpus 1 | --cpu-ranks 2] [--device-memory 10GiB] [--longest-step 1] [-- SCRIPT_ARGS]
+        [--gpus 1 | --cpu-ranks 2] [--device-memory 10GiB] [--longest-step 1] [--rounds 3] [-- SCRIPT_ARGS]
 
 For each ZeRO stage and offload, micro-batches 1, 2, 4, ... are launched until one runs out of memory; the edge between
 the last that ran and the first that did not is then bisected. ``--longest-step`` stops earlier, at the first
-micro-batch whose step takes that many seconds. ``--device-memory`` imitates a smaller memory.
+micro-batch whose step takes that many seconds. ``--device-memory`` imitates a smaller memory. With ``--rounds`` every
+configuration that ran is launched again, in a new order each round: a slow minute of the machine meets it once only.
 Launches are warm, as those of a search. ``benchmarks.search_efficiency --recorded OUTPUT.json`` searches the record.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import random
 import shlex
 import sys
 import tempfile
@@ -70,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cpu-ranks", type=int, help="run on the CPU with this many ranks")
     parser.add_argument("--device-memory", help="memory that one rank may allocate, such as 10GiB")
     parser.add_argument("--longest-step", type=float, metavar="SECONDS", help="stop at steps of this length")
+    parser.add_argument("--rounds", type=int, default=1, help="launches of each configuration (default 1)")
     return parser
 
 
@@ -125,11 +128,19 @@ def _run(args: argparse.Namespace, folder: Path, command: str) -> None:
             "profile": profiled.profile.to_json(),
             "runs": [],
         }
+        runs: list[dict[str, Any]] = record["runs"]
+
+        def launch(zero: Mapping[str, Any], size: int) -> None:
+            runs.append(_launch(spec, launcher, zero, size, name=f"run-{len(runs):04d}"))
+            _write(args.output, record)
+
         for zero in configurations(args.stages, offload=args.offload):
-            while (size := _next_size(record["runs"], zero, longest_step_s=args.longest_step)) is not None:
-                run = _launch(spec, launcher, zero, size, name=f"run-{len(record['runs']):04d}")
-                record["runs"].append(run)
-                _write(args.output, record)
+            while (size := _next_size(runs, zero, longest_step_s=args.longest_step)) is not None:
+                launch(zero, size)
+        measured = [run for run in runs if run["outcome"] == Outcome.MEASURED]
+        for number in range(1, args.rounds):
+            for run in random.Random(number).sample(measured, len(measured)):
+                launch(run["zero"], run["micro_batch"])
     record["summary"] = summary(record["runs"])
     _write(args.output, record)
     print("{launches} launches of {configurations} configurations".format(**record["summary"]), f"in {args.output}")

@@ -212,11 +212,11 @@ def test_a_script_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     job = Path(record_landscape.__file__).parents[1] / "examples" / "gpt"
     path, script, ds_config = tmp_path / "gpt.json", str(job / "train.py"), str(job / "ds_config.json")
     command = [str(path), script, ds_config, "--stages", "0", "--cpu-ranks", "2", "--longest-step", "0.001",
-               "--", "--deepspeed_config", ds_config]  # fmt: skip
+               "--rounds", "2", "--", "--deepspeed_config", ds_config]  # fmt: skip
     record_landscape.main(command)
-    assert "1 launches of 1 configurations" in capsys.readouterr().out
+    assert "2 launches of 1 configurations" in capsys.readouterr().out
     record = json.loads(path.read_text())
-    assert [(run["micro_batch"], run["outcome"]) for run in record["runs"]] == [(1, "measured")]
+    assert [(run["micro_batch"], run["outcome"]) for run in record["runs"]] == [(1, "measured")] * 2
     landscape = Recorded.load(path)
     assert landscape.slots == 2
     assert landscape.user_config["train_micro_batch_size_per_gpu"] >= 1
