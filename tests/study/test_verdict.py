@@ -392,8 +392,10 @@ def test_finalists_are_the_best_an_equal_of_a_smaller_batch_and_the_best_at_the_
         trial(3, 143.0, micro_batch=16), trial(4, 80.0, overlap_comm=True), trial(5, 146.8, micro_batch=111),
     ]  # fmt: skip
     ranked = attributes.best_trials(trials, maximize=True)
-    assert choose_finalists(trials, ranked, spec=spec(), noise=None) == [1, 3, 2, 4, OWN]
-    assert choose_finalists(trials, ranked, spec=spec(), noise=0.001) == [1, 2, 5, 4, OWN], "3% is more than the noise"
+    both = spec(batch="both")
+    assert choose_finalists(trials, ranked, spec=both, noise=None) == [1, 3, 2, 4, OWN]
+    assert choose_finalists(trials, ranked, spec=both, noise=0.001) == [1, 2, 5, 4, OWN], "3% is more than the noise"
+    assert choose_finalists(trials, ranked, spec=spec(batch="free"), noise=None) == [1, 3, 2, OWN], "one question"
     assert choose_finalists(trials, ranked, spec=spec(confirm=1), noise=None) == [1, OWN]
     assert choose_finalists(trials, ranked, spec=spec(confirm=0), noise=None) == []
     assert choose_finalists(trials[:1], trials[:1], spec=spec(), noise=None) == [OWN]

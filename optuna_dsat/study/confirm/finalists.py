@@ -58,8 +58,8 @@ def choose_finalists(
     measurement follows if it exceeds the first's by more than the noise; then the next best. If the method has a
     posterior, it decides which trials cannot be distinguished from the best. Trials that are surely worse than a tie
     are then excluded, as are trials from which three rounds are expected to gain less than ``--min-gain`` per launch,
-    with launches as long as at this smallest batch. The best trial at the user's global batch is added, for a speed-up
-    between equal batches. A trial whose simplification was no slower than a tie is replaced by it.
+    with launches as long as at this smallest batch. With ``--batch both`` the best trial at the user's global batch is
+    added. A trial whose simplification was no slower than a tie is replaced by it.
 
     Args:
         trials: All trials.
@@ -106,14 +106,10 @@ def choose_finalists(
         places.append(measured[0].number)
     places += [trial.number for trial in more]
     chosen = list(dict.fromkeys(places))[: spec.confirm]
-    if baseline is not None and (spec.confirm > 1 or spec.batch == "both"):
+    if baseline is not None and spec.batch == "both":
         batch = attributes.train_batch_size(baseline, slots=spec.slots_per_trial)
-        same = [trial.number for trial in (others if spec.batch == "both" else measured)]
-        same = [number for number in same if batches[number] == batch]
-        if spec.batch == "both":
-            chosen += [number for number in same[:1] if number not in chosen]
-        else:
-            chosen += [number for number in same[:1] if not set(same) & set(chosen)]
+        same = [trial.number for trial in others if batches[trial.number] == batch][:1]
+        chosen += [number for number in same if number not in chosen]
     return [*chosen, *own]
 
 
