@@ -160,7 +160,7 @@ _ALIKE = 0.005
 _MANY = 2
 """Number of knobs that are named."""
 _EDGE = 0.9
-"""Probability to fit below which a configuration is near the edge of memory."""
+"""Probability to run, or to fit, that is named below this value."""
 
 
 def reason_of(
@@ -184,7 +184,9 @@ def reason_of(
     if climbs:
         edge = "; climbs from here to the edge of memory"
     elif fits < _EDGE:
-        edge = f"; near the edge of memory, fits with {fits:.0%}"
+        in_memory = posterior.predict(np.array([row]), np.array([size]))[0].fits
+        near = f"near the edge of memory, fits with {in_memory:.0%}"
+        edge = f"; {near}" if in_memory < _EDGE else f"; {fits:.0%} likely to run, given earlier failures"
     return f"{_difference(table, posterior, row, size)}, {_predicted(log_objective - posterior.incumbent)}{edge}"
 
 
