@@ -62,8 +62,8 @@ def _profile_lines(event: progress.ProfileFinished) -> list[str]:
     flops = f" and {flops_in_words(profile.flops_per_sample)}" if profile.flops_per_sample > 0 else ""
     return [
         f"Profile ({how}): {params_in_words(profile.params)} parameters{frozen}, "
-        f"{bytes_in_words(profile.activation_bytes_per_sample)} of activations{flops} per sample, "
-        f"{bytes_in_words(profile.device_memory_bytes)} of memory per rank.",
+        f"{bytes_in_words(profile.activation_bytes_per_sample)} of activations{flops} per sample. "
+        f"Each rank has {bytes_in_words(profile.device_memory_bytes)} of memory.",
         f"Largest micro-batch by the memory model: {largest}.",
     ]
 
