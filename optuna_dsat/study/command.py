@@ -162,12 +162,16 @@ def training_command(
     python, module = program("python", spec.python), ["-m"] if script.is_module else []
     if profiled is not None and profiled.starts_ranks:
         launcher = [python, *module]
-    elif rank_option == "--local-rank":
+    elif rank_option == "--local-rank" and spec.train_launcher is None:
         launcher = [python, "-m", "torch.distributed.launch", "--nproc_per_node", ranks, *module]
-    elif rank_option or says_where_to_meet(
-        script.script, is_module=script.is_module, cwd=Path(script.cwd), python=spec.python
+    elif spec.train_launcher == "deepspeed" or (
+        spec.train_launcher is None
+        and (
+            rank_option
+            or says_where_to_meet(script.script, is_module=script.is_module, cwd=Path(script.cwd), python=spec.python)
+        )
     ):
-        without = [] if rank_option else ["--no_local_rank"]
+        without = [] if rank_option == "--local_rank" else ["--no_local_rank"]
         deepspeed_module = ["--module"] if script.is_module else []
         launcher = [program("deepspeed", spec.python), "--num_gpus", ranks, *without, *deepspeed_module]
     else:

@@ -65,6 +65,15 @@ def test_the_ranks_of_the_launcher_are_those_on_the_cpu(
     assert f"on the CPU, with {ranks} rank" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "launcher"),
+    [("torchrun", "torchrun"), ("deepspeed", "deepspeed"), ("python -m torch.distributed.launch", None)],
+)
+def test_the_typed_launcher_is_stored(tmp_path: Path, words: str, launcher: str | None) -> None:
+    result = unfolded(tmp_path, *words.split(), "train.py")
+    assert (dict(itertools.pairwise(result)).get("--train-launcher")) == launcher
+
+
 def test_more_ranks_than_cores_are_named_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = unfolded(tmp_path, "torchrun", "--nproc_per_node", "8", "train.py")
     assert "--cpu-ranks" not in result

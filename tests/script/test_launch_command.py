@@ -55,7 +55,9 @@ def test_a_script_that_bears_a_launchers_name_is_a_script(folder: Path) -> None:
 def test_a_launcher_under_another_name_is_a_launcher(folder: Path) -> None:
     own = folder / "start-it"
     own.write_text(f"#!{sys.executable}\nimport sys\nfrom torch.distributed.run import main\nsys.exit(main())\n")
-    assert read(folder, "./start-it --nproc_per_node 2 train.py") == LaunchCommand(script="train.py", ranks=2)
+    assert read(folder, "./start-it --nproc_per_node 2 train.py") == LaunchCommand(
+        script="train.py", ranks=2, launcher="torchrun"
+    )
 
 
 @pytest.mark.parametrize("python", ["python", "python3", sys.executable])
@@ -150,7 +152,9 @@ def test_a_console_script_that_trains_by_itself_is_the_module_that_it_runs(folde
 def test_a_folder_of_the_user_hides_no_package_of_a_launcher(folder: Path) -> None:
     (folder / "torch").mkdir()
     (folder / "torch" / "__init__.py").write_text("raise ImportError('the wrong torch')\n")
-    assert read(folder, "torchrun --nproc_per_node 2 train.py") == LaunchCommand(script="train.py", ranks=2)
+    assert read(folder, "torchrun --nproc_per_node 2 train.py") == LaunchCommand(
+        script="train.py", ranks=2, launcher="torchrun"
+    )
 
 
 @pytest.mark.parametrize(
@@ -172,7 +176,9 @@ def test_a_launcher_is_run_until_its_first_rank(folder: Path, command: str, args
 
 def test_deepspeeds_options_are_read() -> None:
     result = launched("deepspeed", ["--num_gpus", "8", "train.py", "--deepspeed_config", "ds.json", "--lr", "1e-4"])
-    assert result == LaunchCommand(script="train.py", args=("--deepspeed_config", "ds.json", "--lr", "1e-4"), ranks=8)
+    assert result == LaunchCommand(
+        script="train.py", args=("--deepspeed_config", "ds.json", "--lr", "1e-4"), ranks=8, launcher="deepspeed"
+    )
     result = launched("deepspeed", ["--include", "localhost:0,2,3", "--module", "pkg.train"])
     assert (result.script, result.is_module, result.gpus) == ("pkg.train", True, "0,2,3")
     assert launched("deepspeed", ["--exclude", "localhost:1", "train.py"]).without_gpus == "1"
@@ -235,7 +241,7 @@ def test_processes_of_accelerate_are_counted_on_each_machine(folder: Path) -> No
 @pytest.mark.parametrize(("asked", "ranks"), [("4", 4), ("gpu", None), ("auto", None)])
 def test_torchruns_options_are_read(asked: str, ranks: int | None) -> None:
     result = launched("torchrun", ["--standalone", "--nproc-per-node", asked, "-m", "pkg.train", "x"])
-    assert result == LaunchCommand(script="pkg.train", is_module=True, args=("x",), ranks=ranks)
+    assert result == LaunchCommand(script="pkg.train", is_module=True, args=("x",), ranks=ranks, launcher="torchrun")
 
 
 @pytest.mark.parametrize(
@@ -310,4 +316,6 @@ def test_a_launcher_of_an_environment_that_is_not_activated_is_found(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(folder))
-    assert read(folder, "torchrun --nproc_per_node 2 train.py") == LaunchCommand(script="train.py", ranks=2)
+    assert read(folder, "torchrun --nproc_per_node 2 train.py") == LaunchCommand(
+        script="train.py", ranks=2, launcher="torchrun"
+    )

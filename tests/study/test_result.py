@@ -97,6 +97,21 @@ def test_the_command_starts_the_script_as_its_options_expect(is_module: bool, ra
 
 
 @pytest.mark.parametrize(
+    ("typed", "rank_option", "start"),
+    [
+        ("torchrun", "--local_rank", "torchrun --nproc_per_node 4"),
+        ("torchrun", "--local-rank", "torchrun --nproc_per_node 4"),
+        ("deepspeed", "", "deepspeed --num_gpus 4 --no_local_rank"),
+        ("deepspeed", "--local_rank", "deepspeed --num_gpus 4"),
+    ],
+)
+def test_the_command_starts_with_the_launcher_that_was_typed(typed: str, rank_option: str, start: str) -> None:
+    typed_spec = spec().model_copy(update={"train_launcher": typed})
+    command, _ = training_command(typed_spec, {}, BEST, profiled=profiled_of(takes_local_rank=rank_option))
+    assert command.startswith(f"{start} /project/train.py ")
+
+
+@pytest.mark.parametrize(
     ("source", "start"),
     [
         ("import torch.multiprocessing as mp\nmp.spawn(print, nprocs=4)\n", "torchrun --nproc_per_node 4"),  # or may

@@ -88,6 +88,8 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> Unfol
         notify(note)
     ranks, gpus = _ranks(command, own=own, told=parts, engine=engine, cwd=folder or cwd)
     target = _target(command, named=named is not None, cwd=folder or cwd)
+    if command.launcher and value_given(own, "--train-launcher") is None:
+        places += ["--train-launcher", command.launcher]
     return Unfolded(arguments=[*argv[: start + 1], *own, *places, *ranks, *target], folder=folder, gpus=gpus)
 
 

@@ -79,6 +79,8 @@ class LaunchCommand:
     """Ranks that it starts on each node; None if the launcher decides."""
     without_launcher: bool = False
     """Whether it starts the script in a single process, without a launcher."""
+    launcher: str | None = None
+    """``deepspeed`` or ``torchrun``, which can train with a config of the study as well; None for any other."""
     nodes: int = 1
     """Nodes that it starts ranks on."""
     hosts: tuple[str, ...] = ()
@@ -381,9 +383,8 @@ def _deepspeed(options: Mapping[str, Any]) -> dict[str, Any]:
         notes.append(f"{', '.join(without_effect)} has no effect on a trial, and is not in the printed command.")
     several = len(hosts) > 1
     selects = (options["include"] and len(here) < MOST_SLOTS) or (options["exclude"] and hosts)
-    listed = len(here) if selects and not hosts else None
     return {
-        "ranks": min(counts, default=number or listed),
+        "ranks": min(counts, default=number or (len(here) if selects and not hosts else None)),
         "nodes": len(hosts) or nodes or 1,
         "hosts": hosts if several else (),
         "elsewhere": _given(
@@ -392,6 +393,7 @@ def _deepspeed(options: Mapping[str, Any]) -> dict[str, Any]:
         "rendezvous": _given({"--master_addr": options["master_addr"]}),
         "gpus": _listed(here) if selects and not several else None,
         "without_gpus": _listed(set(range(MOST_SLOTS)) - set(here)) if options["exclude"] and not hosts else None,
+        "launcher": "deepspeed",
         "notes": tuple(notes),
     }
 
@@ -420,6 +422,7 @@ def _torchrun(options: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "ranks": _ranks(str(options["nproc_per_node"])),
         "nodes": most,
+        "launcher": "torchrun" if options.get("use_env", True) else None,  # torch.distributed.launch adds --local-rank
         "elsewhere": _given({"--nnodes": options["nnodes"] if most > 1 else None}),
         "rendezvous": _given({"--rdzv-endpoint": options["rdzv_endpoint"]}),
     }

@@ -146,6 +146,13 @@ class PlaceSettings:
             "imports ready; plain torchrun where that is unsafe) or always torchrun."
         ),
     ] = "warm"
+    train_launcher: Annotated[
+        Literal["deepspeed", "torchrun"] | None,
+        running(
+            help="Launcher of the printed command that trains with the result.",
+            none="the launcher of your command, else that which the script's options need",
+        ),
+    ] = None
     continues: Annotated[
         bool,
         running(
