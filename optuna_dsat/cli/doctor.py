@@ -15,9 +15,10 @@ import typer
 from optuna_dsat.cli.parsing.parameters import option
 from optuna_dsat.cli.plan import PlanOptions, plan_with_launch
 from optuna_dsat.cli.tables import console_of, notify
-from optuna_dsat.errors import ConfigError, UsageError
+from optuna_dsat.errors import ConfigError
 from optuna_dsat.escape.terminal import say_prose
 from optuna_dsat.study.options.declaration import DEFAULT_OUTPUT_DIR, OUTPUT_DIR_ENV, STORAGE_ENV
+from optuna_dsat.study.options.parse import named_config
 
 if TYPE_CHECKING:
     from optuna_dsat.doctor.finding import Finding
@@ -40,6 +41,24 @@ _MARKS = {
 
 
 def doctor(
+    script: Annotated[
+        Path | None,
+        typer.Argument(
+            help="Your script, or its command: nodes should have it as this machine does. With a config, the host "
+            "memory to load its model, of steps and to save it is predicted, from a launch unless it was profiled.",
+            metavar="[SCRIPT]",
+            show_default=False,
+        ),
+    ] = None,
+    ds_config: Annotated[
+        Path | None,
+        typer.Argument(help="The script's DeepSpeed config (JSON).", metavar="[DS_CONFIG]", show_default=False),
+    ] = None,
+    script_args: Annotated[
+        list[str] | None,
+        typer.Argument(help="Arguments of the script, after --.", metavar="[-- SCRIPT_ARGS]", show_default=False),
+    ] = None,
+    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module's name.")] = False,
     storage: Annotated[
         str | None, option("--storage", help="Look whether this database can be used, too.", envvar=STORAGE_ENV)
     ] = None,
@@ -60,22 +79,6 @@ def doctor(
     on: Annotated[
         _Cluster | None, option("--on", help="Look at nodes of this cluster, too, holding them for a moment.")
     ] = None,
-    script: Annotated[
-        Path | None,
-        option(
-            "--script",
-            help="Your script: nodes should have it as this machine does. With --ds-config, the host memory to load "
-            "its model, of steps and to save it is predicted, from a launch unless it was profiled before.",
-            exists=True,
-        ),
-    ] = None,
-    ds_config: Annotated[
-        Path | None, option("--ds-config", help="The script's DeepSpeed config (JSON).", exists=True)
-    ] = None,
-    script_args: Annotated[
-        list[str] | None,
-        typer.Argument(help="Arguments of the script, after --.", metavar="[-- SCRIPT_ARGS]", show_default=False),
-    ] = None,
     nodes_per_trial: Annotated[int, typer.Option("--nodes-per-trial", help="Nodes to look at, with --on.")] = 1,
     gpus_per_node: Annotated[
         int | None, option("--gpus-per-node", help="GPUs that each should have; none: the CPU.")
@@ -88,11 +91,12 @@ def doctor(
     """Say what this machine offers a search and what is wrong with it; exit with 3 where no launch can run."""
     from optuna_dsat.doctor.examination import examine
     from optuna_dsat.doctor.finding import exit_code, to_json
+    from optuna_dsat.tuning.options.tune_options import TuneOptions
+    from optuna_dsat.tuning.target import find_target
 
-    if ds_config is not None and script is None:
-        raise UsageError("--ds-config is for the host memory of a script: give --script, too.")
-    if script_args and script is None:
-        raise UsageError(f"{script_args[0]} has no effect without --script: give --script FILE, with --ds-config FILE.")
+    ds_config = named_config(ds_config)
+    if script is not None:
+        find_target(TuneOptions(script, ds_config, module=module), python=python)
     findings = examine(output_dir=output_dir, storage=storage, nvme_path=nvme_path, python=python)
     if on is not None:
         from optuna_dsat.doctor.examination import examine_cluster
@@ -100,7 +104,7 @@ def doctor(
         from optuna_dsat.launch.places.place import Layout
         from optuna_dsat.tuning.cluster import engine_of
 
-        files = [Path.cwd(), *([] if script is None else [Path.cwd() / script])]
+        files = [Path.cwd(), *([] if script is None or module else [Path.cwd() / script])]
         kind, gpus = ("cuda", gpus_per_node) if gpus_per_node else ("cpu", 0)
         layout = Layout(nodes=nodes_per_trial, slots=gpus or 1, kind=kind, gpus=gpus, python=python)
         engine = engine_of(on.value, slurm_arg=slurm_arg or (), ray_address=ray_address, ray_node=ray_node or ())
@@ -110,6 +114,7 @@ def doctor(
             script=script,
             ds_config=ds_config,
             script_args=script_args,
+            module=module,
             output_dir=output_dir,
             python=python,
             gpus=None if on else gpus_per_node,

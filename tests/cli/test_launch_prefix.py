@@ -44,16 +44,18 @@ def test_doctor_reads_a_command_as_a_search_does(tmp_path: Path, monkeypatch: py
     group: Any = typer.main.get_command(app)
     words = ["deepspeed", "--num_gpus", "2", "train.py", "--deepspeed_config", "ds.json"]
     result = list(unfold_command(["doctor", "--python", sys.executable, *words], group, cwd=tmp_path).arguments)
-    named = ["--python", sys.executable, "--script", "train.py", "--ds-config", str(tmp_path / "ds.json")]
+    named = ["--python", sys.executable, "train.py", "ds.json"]
     assert result == ["doctor", *named, "--", "--deepspeed_config", "ds.json"]
+    module = list(unfold_command(["doctor", "python", "-m", "json.tool", "ds.json"], group, cwd=tmp_path).arguments)
+    assert module[-5:] == ["--module", "json.tool", "ds.json", "--", "ds.json"]
     tmp_path.joinpath("run.sh").write_text("cd sub\ntorchrun train.py\n")
     tmp_path.joinpath("sub").mkdir()
     tmp_path.joinpath("sub", "train.py").write_text("")
     moved = unfold_command(["doctor", "--output-dir", "o", "bash", "run.sh"], group, cwd=tmp_path)
     assert moved.folder == tmp_path / "sub"
     assert ["--output-dir", str(tmp_path / "o"), "--storage"] == list(moved.arguments)[3:6]
-    unchanged = ["doctor", "--script", "train.py", "--", "--local_rank", "0"]
-    assert list(unfold_command(unchanged, group, cwd=tmp_path).arguments) == unchanged
+    for unchanged in (["doctor", "train.py", "ds.json", "--", "--lr", "0"], ["doctor", "-m", "pkg.module", "ds.json"]):
+        assert list(unfold_command(unchanged, group, cwd=tmp_path).arguments) == unchanged
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

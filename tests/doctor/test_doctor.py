@@ -291,9 +291,11 @@ def test_a_postgres_server_is_reached(postgres_url: str) -> None:
     assert "it holds no study yet" in examine_storage(postgres_url).text
 
 
-def test_a_script_that_is_not_named_by_its_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert leave("doctor", "train.py", "ds_config.json") == 2
-    assert "train.py has no effect without --script: give --script FILE" in capsys.readouterr().err
+def test_a_script_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert leave("doctor", "no-train.py", "ds_config.json") == 2
+    assert "The script no-train.py does not exist." in capsys.readouterr().err
+    assert leave("doctor", "-m", "no.module") == 2
+    assert "The module no.module was not found" in capsys.readouterr().err
 
 
 TWO = Layout(nodes=2, slots=1, kind="cpu", gpus=0)

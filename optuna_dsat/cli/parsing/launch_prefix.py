@@ -53,7 +53,7 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> Unfol
     own, words = at_home(rest[:end]), rest[end:]
     if first == "--":
         words = words[1:]
-    if first is None or not words or (first.startswith("-") and first != "--") or value_given(own, "--script"):
+    if first is None or not words or (first.startswith("-") and first != "--"):
         return Unfolded(arguments=argv)
     if name in SEARCHES and is_experiment(words, cwd=cwd):
         known = frozenset(name for param in search.params if isinstance(param, TyperOption) for name in param.opts)
@@ -78,8 +78,12 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> Unfol
     if folder is not None:
         notify(f"Launches run in {folder}, where the command goes.")
         places = kept_places(cwd, folder, given=own)
-    if name not in SEARCHES:
-        arguments = [*argv[: start + 1], *own, *places, *_examined(command, own=own, cwd=folder or cwd)]
+    if name not in SEARCHES:  # doctor, whose option for ranks is about GPUs and which has none for variables
+        from optuna_dsat.launch.machine.devices import detect_devices
+
+        ranks = ["--gpus-per-node", str(command.ranks)] if command.ranks and detect_devices().kind == "cuda" else []
+        target = _target(replace(command, environment={}), named=named is not None, cwd=folder or cwd)
+        arguments = [*argv[: start + 1], *ranks, *own, *places, *target]
         return Unfolded(arguments=arguments, folder=folder, environment=command.environment)
     parts = [*_in_file(name, value_given(argv[:start], "--options"), cwd=cwd), *own]
     engine = value_given(parts, "--on") or "here"
@@ -196,24 +200,6 @@ def _target(command: LaunchCommand, *, named: bool, cwd: Path) -> list[str]:
     target = [command.script, NO_CONFIG if config is None else os.path.relpath(cwd / config, cwd)]
     python = [] if command.python is None or named else ["--python", command.python]
     return [*python, *environment, *(["--module"] if command.is_module else []), *target, "--", *command.args]
-
-
-def _examined(command: LaunchCommand, *, own: Sequence[str], cwd: Path) -> list[str]:
-    """Return the options of ``doctor`` that name the interpreter, the script and the ranks of a command."""
-    from optuna_dsat.launch.machine.devices import detect_devices
-    from optuna_dsat.script.settings_file import find_config
-
-    config = command.config or find_config(command.args, cwd=cwd)
-    script = None if command.is_module else command.script
-    gpus = command.ranks if detect_devices().kind == "cuda" else None
-    options = {
-        "--python": command.python,
-        "--script": script,
-        "--ds-config": script and config,
-        "--gpus-per-node": gpus,
-    }
-    given = {name: str(value) for name, value in options.items() if value and value_given(own, name) is None}
-    return [*(word for item in given.items() for word in item), *(["--", *command.args] if script else [])]
 
 
 def _ranks(
