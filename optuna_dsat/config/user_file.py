@@ -197,10 +197,10 @@ def knob_lists(raw: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     note(MICRO_BATCH, raw.get(MICRO_BATCH))
     zero = raw.get(ZERO)
     for key, value in zero.items() if isinstance(zero, dict) else ():
-        note(f"{ZERO}.{key}", value)
-        if key in ("offload_optimizer", "offload_param") and isinstance(value, dict):
-            for name, item in value.items():
-                note(f"{ZERO}.{key}.{name}", item)
+        is_offload = key in (OFFLOAD_OPTIMIZER, OFFLOAD_PARAM)
+        note(f"{ZERO}.{key}.device" if is_offload and value else f"{ZERO}.{key}", value)
+        for name, item in value.items() if is_offload and isinstance(value, dict) else ():
+            note(f"{ZERO}.{key}.{name}", item)
     return result
 
 

@@ -94,7 +94,8 @@ def test_lists_are_read_as_narrowing_and_resolved_to_their_first(tmp_path: Path)
         """{"train_micro_batch_size_per_gpu": [2, 4],
             "optimizer": {"type": "AdamW", "params": {"betas": [0.8, 0.9]}},
             "zero_optimization": {"stage": "all", "reduce_bucket_size": [5e7, 5e8],
-                                  "offload_optimizer": {"device": ["cpu", "none"], "pin_memory": false}},
+                                  "offload_optimizer": {"device": ["cpu", "none"], "pin_memory": false},
+                                  "offload_param": ["none", "cpu"]},
             "autotuning": {"enabled": true}}""",
     )
     assert user_file.knob_lists(config.raw) == {
@@ -102,6 +103,7 @@ def test_lists_are_read_as_narrowing_and_resolved_to_their_first(tmp_path: Path)
         "zero_optimization.stage": ("all",),
         "zero_optimization.reduce_bucket_size": (5e7, 5e8),
         "zero_optimization.offload_optimizer.device": ("cpu", "none"),
+        "zero_optimization.offload_param.device": ("none", "cpu"),
     }
     assert ds_config.effective(config.raw) == {
         "train_micro_batch_size_per_gpu": 2,
@@ -109,6 +111,7 @@ def test_lists_are_read_as_narrowing_and_resolved_to_their_first(tmp_path: Path)
         "zero_optimization": {
             "reduce_bucket_size": 5e7,
             "offload_optimizer": {"device": "cpu", "pin_memory": False},
+            "offload_param": {"device": "none"},
         },
     }
 
