@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from optuna_dsat.cli.tables import UNBOUNDED, console_of, print_table
 from optuna_dsat.escape.terminal import say, say_prose
+from optuna_dsat.launch.isolation import PROTECTED
 from optuna_dsat.metrics import shares_of_linear
 from optuna_dsat.secrecy.references import without_secrets
 from optuna_dsat.study.config_changes import changes_in_words
@@ -57,7 +58,7 @@ def show_result(result: StudyResult, *, as_json: bool, price: float | None = Non
         result.failures,
         result.measurement,
         result.advice,
-        result.isolation,
+        result.isolation.removeprefix(PROTECTED).strip(),  # shown with the first launch
         _cost(result, price),
     ]
     say(f"Metrics: {result.metrics_path}")

@@ -20,6 +20,7 @@ from optuna_dsat.launch.launch import Launch
 from optuna_dsat.launch.protocol import Conditions, LaunchRequest
 from optuna_dsat.runtime.isolation import mounts
 
+PROTECTED = "Trials write to overlays: your files stay as they are."
 _PROBE_S = 10.0
 _STRENGTH = ("off", "python", "mount")
 
@@ -55,12 +56,10 @@ def describe_isolation(conditions: Conditions) -> str:
     if conditions.isolation == "off":
         return "Trials run on your files as they are (--isolation off): what the script writes, they write."
     if conditions.isolation == "mount" and not conditions.isolation_note:
-        return "Trials write to overlays: your files stay as they are."
+        return PROTECTED
     writers = "what Python writes is redirected, and what other programs write is not"
     if conditions.isolation == "mount":
-        return f"Trials write to overlays: your files stay as they are. Without an overlay, {writers}: " + (
-            f"{conditions.isolation_note}."
-        )
+        return f"{PROTECTED} Without an overlay, {writers}: {conditions.isolation_note}."
     why = f" ({conditions.isolation_note})" if conditions.isolation_note else ""
     return f"Trials run without overlays{why}: {writers}."
 
