@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,16 @@ def is_compiled(config: Mapping[str, Any]) -> bool:
 def is_bf16(config: Mapping[str, Any]) -> bool:
     """Return whether a config enables bf16 itself, and does not leave it open."""
     return (config.get("bf16") or {}).get("enabled") is True
+
+
+def growing_samples(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return dotted key -> last value of the first lengths in a config's curricula and random layerwise token dropping.
+
+    Their samples grow during training. Trials start at the last length, which needs the most memory.
+    """
+    flat = flatten({key: config[key] for key in ("data_efficiency",) if key in config})
+    firsts = {key: re.sub(r"\.min_(?=difficulty$|value$)", ".max_", key) for key in flat}
+    return {key: flat[last] for key, last in firsts.items() if flat.get(last, flat[key]) != flat[key]}
 
 
 def without_model(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,9 @@ from optuna_dsat.runtime.overlay import (
     LaidConfig,
     effective_config,
     flatten,
+    growing_samples,
+    merge,
+    nest,
     read_config,
     scripts_own,
 )
@@ -132,7 +135,7 @@ class TrialConfig:
         self._given: set[int] = set()
 
     def apply_overlay(self, config: Any, *, client_optimizer: object | None = None) -> dict[str, Any]:
-        """Return a config with the overlay applied; measured launches drop the sections of monitors.
+        """Return a config with the overlay applied; in measured launches monitors are off and samples do not grow.
 
         Raises:
             ValueError: If the config cannot be read.
@@ -142,7 +145,7 @@ class TrialConfig:
         if isinstance(size, int):
             self._given.add(size)
         laid = effective_config(given, self._plan.overlay, client_optimizer=client_optimizer)
-        return without_monitors(laid) if self._plan.measures else laid
+        return merge(without_monitors(laid), nest(growing_samples(laid))) if self._plan.measures else laid
 
     def differences(self, config: Any, *, ranks: int | None = None) -> dict[str, list[Any]]:
         """Return the differences between the script's config and the user's file (see ``config_differences``).

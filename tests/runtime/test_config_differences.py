@@ -157,6 +157,17 @@ def test_monitors_are_off_in_trials_and_on_in_a_full_run(tmp_path: Path) -> None
     assert trial_config(tmp_path, purpose="full").apply_overlay(script)["tensorboard"] == {"enabled": True}
 
 
+def test_trials_start_at_the_end_of_a_curriculum(tmp_path: Path) -> None:
+    """A trial that continued a launch was measured at longer sequences than one that was launched."""
+    length = {"min_difficulty": 8, "max_difficulty": 64, "schedule_type": "fixed_linear"}
+    section = {"data_sampling": {"curriculum_learning": {"enabled": True, "curriculum_metrics": {"seqlen": length}}}}
+    script = {**USER, "data_efficiency": section}
+    trial = trial_config(tmp_path).apply_overlay(script)
+    metrics = trial["data_efficiency"]["data_sampling"]["curriculum_learning"]["curriculum_metrics"]
+    assert metrics == {"seqlen": {**length, "min_difficulty": 64}}
+    assert trial_config(tmp_path, purpose="full").apply_overlay(script)["data_efficiency"] == section
+
+
 def test_without_the_files_nothing_is_said_to_differ(tmp_path: Path) -> None:
     config = trial_config(tmp_path)
     assert config.differences({"bf16": {"enabled": True}})["bf16.enabled"] == [True, None]

@@ -19,6 +19,7 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.agent.operators import is_built
 from optuna_dsat.runtime.agent.preload import Preload
 from optuna_dsat.runtime.events import EngineReady
+from optuna_dsat.runtime.overlay import growing_samples
 from optuna_dsat.store import StoredProfile, Turn, TurnLostError
 from optuna_dsat.study.confirm.loss_check import check_loss
 from optuna_dsat.study.context import StudyContext
@@ -95,6 +96,11 @@ class ProfileTurn:
             self._context.say(
                 "The script accumulates gradients by a number in its own code, not by the engine's: every trial keeps "
                 "your gradient_accumulation_steps."
+            )
+        if growing := growing_samples(profiled.followed_by(self._spec).ds_config):
+            self._context.say(
+                f"Samples grow during training: trials start at the last length, by {', '.join(growing)} set to the "
+                "maximum."
             )
         self._context.say(self._optimizer_in_words(profiled))
         self._context.say(_checkpointing_in_words(profiled.followed_by(self._spec), profiled))
