@@ -224,6 +224,21 @@ def steps_in_words(*, skipped: int, variation: float, metrics: Mapping[str, floa
     return "; ".join(remarks)
 
 
+def sizes_in_words(metrics: Mapping[str, float], own: Mapping[str, float]) -> str:
+    """Return how samples differ in size from those of the user's config, with the ratio without that; else empty."""
+    for name in PER_ELEMENT:
+        if all(each.get(name) and each.get("throughput") for each in (metrics, own)):
+            size, own_size = (each[name] / each["throughput"] for each in (metrics, own))
+            if not 0.95 < size / own_size < 1.05:
+                unit = name.removesuffix("_per_s")
+                return (
+                    f"a sample has {count_in_words(size, digits=3)} {unit} with its padding, and "
+                    f"{count_in_words(own_size, digits=3)} with your config: by {unit}/s it is "
+                    f"{times_in_words(metrics[name] / own[name])}x as fast"
+                )
+    return ""
+
+
 def date_in_words(unix_s: float) -> str:
     """Return a Unix time as local date and time, such as ``2026-03-01 14:05``; empty if it is not a date."""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix_s)) if 0 < unix_s < _LAST_DATE_S else ""

@@ -40,7 +40,14 @@ from optuna_dsat.study.profile.script import own_train_batch_size, user_config
 from optuna_dsat.study.space import dataset_size, epoch_samples
 from optuna_dsat.study.stored import StoredStudy
 from optuna_dsat.trials import attributes
-from optuna_dsat.words import count_in_words, metric_in_words, steps_in_words, things_in_words, times_in_words
+from optuna_dsat.words import (
+    count_in_words,
+    metric_in_words,
+    sizes_in_words,
+    steps_in_words,
+    things_in_words,
+    times_in_words,
+)
 
 if TYPE_CHECKING:
     import optuna
@@ -308,7 +315,7 @@ def result_of(
         headroom=study.attributes.get(attributes.HEADROOM),
         measurement=" ".join(
             (
-                measurement_in_words(trial, metrics=best.metrics),
+                measurement_in_words(trial, metrics=best.metrics, own=getattr(verdict.baseline, "metrics", {})),
                 _running_engines_in_words(study.trials, Rounds.of(study.attributes)),
             )
         ).strip(),
@@ -402,12 +409,11 @@ def _bf16_in_words(study: StoredStudy, precision: str) -> str:
     return f"The fastest trial in bf16 measured {metric_in_words(study.metric, half, device=study.spec.device)}{words}."
 
 
-def measurement_in_words(trial: FrozenTrial, *, metrics: Mapping[str, float]) -> str:
+def measurement_in_words(trial: FrozenTrial, *, metrics: Mapping[str, float], own: Mapping[str, float]) -> str:
     """Return a sentence on the steps of a trial's launch; empty if every step counts and all are alike."""
     facts = {**attributes.step_facts(trial), "metrics": metrics}
-    words = steps_in_words(**facts)
-    if facts["variation"]:
-        words += "; only configurations of one batch size were measured on the same data"
+    same = "only configurations of one batch size were measured on the same data" if facts["variation"] else ""
+    words = "; ".join(filter(None, (steps_in_words(**facts), same, sizes_in_words(metrics, own))))
     return f"Steps: {words}." if words else ""
 
 
