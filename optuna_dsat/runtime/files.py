@@ -150,6 +150,21 @@ def read_regular(path: str | os.PathLike[str], *, most_bytes: int = _MOST_BYTES)
     return content
 
 
+def mount_points(table: str = "/proc/self/mountinfo") -> dict[str, str]:
+    """Return mount point -> type of file system (proc(5)); of several mounts on the same path, the last.
+
+    Raises:
+        OSError: If the table cannot be read.
+    """
+    result: dict[str, str] = {}
+    with Path(table).open("rb") as lines:
+        for line in lines:
+            words = line.split(b" ")
+            path = words[4].decode("unicode_escape").encode("latin-1")  # \040 for a blank
+            result[os.fsdecode(path)] = words[words.index(b"-") + 1].decode("ascii", errors="replace")
+    return result
+
+
 MESSAGE_CHARS = 2_000
 """Maximum length of an error message stored with a launch; the launch's log contains the full message."""
 TEXT_CHARS = 8_000

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from optuna_dsat.launch.isolation import why_no_overlay
-from optuna_dsat.runtime.isolation.mounts import mount_points
+from optuna_dsat.runtime.files import mount_points
 from optuna_dsat.runtime.isolation.world import World, WorldPlan, covered_folders, named_folders
 
 needs_overlays = pytest.mark.skipif(bool(why_no_overlay(Path("/tmp"))), reason="overlays cannot be mounted here")
@@ -130,6 +130,14 @@ def test_a_mount_below_a_covered_folder_is_covered_by_itself(tmp_path: Path) -> 
     result = covered(tmp_path, [], points={"/": "ext4", str(disk): "nfs4", str(tmp_path / "proc"): "proc"})
     assert str(disk) in result
     assert str(tmp_path / "proc") not in result
+
+
+def test_mount_points_may_have_any_name(tmp_path: Path) -> None:
+    names = ["/", "/mnt/a\\040b\\134c", "/media/Donn\u00e9es\u00a0\u2003", "/mnt/\udcff\r"]
+    lines = (f"36 35 98:0 / {name} rw shared:1 - ext4 /dev/sda rw\n" for name in names)
+    (tmp_path / "mountinfo").write_bytes(os.fsencode("".join(lines)))
+    expected = ["/", "/mnt/a b\\c", *names[2:]]
+    assert mount_points(str(tmp_path / "mountinfo")) == dict.fromkeys(expected, "ext4")
 
 
 def test_paths_among_the_arguments_name_folders(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from optuna_dsat.runtime.files import mount_points
 from optuna_dsat.runtime.imports import patch
 from optuna_dsat.runtime.process_identity import process_space, start_ticks
 
@@ -198,12 +199,8 @@ def _works_at(pid: int, lock: Path) -> bool:
 
 def _is_shared(folder: Path) -> bool:
     """Return whether a folder is on a file system that other machines may also mount."""
-    best, kind = "", ""
-    path = str(folder.resolve())
     with contextlib.suppress(OSError):
-        for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            left, _, right = line.partition(" - ")
-            point = left.split()[4].encode().decode("unicode_escape")
-            if len(point) >= len(best) and (path == point or path.startswith(f"{point.rstrip('/')}/")):
-                best, kind = point, right.split()[0]
-    return _SHARED.fullmatch(kind) is not None
+        points, path = mount_points(), folder.resolve()
+        kind = next((points[str(place)] for place in (path, *path.parents) if str(place) in points), "")
+        return _SHARED.fullmatch(kind) is not None
+    return False

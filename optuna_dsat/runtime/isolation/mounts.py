@@ -53,17 +53,6 @@ def enter_namespace() -> bool:
     return unprivileged
 
 
-def mount_points() -> dict[str, str]:
-    """Return mount point -> type of file system; of several mounts on the same path, the last."""
-    result: dict[str, str] = {}
-    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
-        for line in lines:
-            words = line.split()
-            path = words[4].encode("ascii", "surrogateescape").decode("unicode_escape")  # \040 for a blank
-            result[path.encode("latin-1", "replace").decode("utf-8", "surrogateescape")] = words[words.index("-") + 1]
-    return result
-
-
 def open_path(path: str) -> int:
     """Return a descriptor of the file currently at a path; later mounts on the path do not affect it."""
     return os.open(path, os.O_PATH | os.O_CLOEXEC)

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from optuna_dsat.runtime.files import write_text_atomic
+from optuna_dsat.runtime.files import mount_points, write_text_atomic
 from optuna_dsat.runtime.imports import replace_function
 from optuna_dsat.runtime.isolation import mounts
 
@@ -128,7 +128,7 @@ def enter_world(plan: WorldPlan, *, cwd: str, arguments: Sequence[str], environ:
     if plan.isolation == "off" or not plan.folder:
         return World()
     Path(plan.folder).mkdir(parents=True, exist_ok=True)
-    points = mounts.mount_points()
+    points = mount_points()
     covered = covered_folders(cwd, arguments, environ, points)
     passed = [*plan.passed, *_caches(environ), *filter(os.path.isdir, _PIPES), *_sockets(covered)]
     real_paths = sorted({os.path.realpath(path) for path in passed if path})
