@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from optuna_dsat.errors import ScriptFailedError
 from optuna_dsat.launch.launch import Launch
@@ -73,6 +74,14 @@ State = tuple[int, int, int, int]
 """Mode, size, time of modification in ns, inode."""
 
 
+class Snapshot(NamedTuple):
+    """The files below some folders."""
+
+    files: Mapping[str, State]
+    is_whole: bool
+    """Whether it was taken within its bounds."""
+
+
 class FolderWatch:
     """Compares the user's folders before and after the first launch.
 
@@ -83,7 +92,7 @@ class FolderWatch:
         self._output_dir = output_dir
         self._own_files = own_files
         self._begun = False
-        self._before: Mapping[str, State] | None = None
+        self._before: Snapshot | None = None
 
     def begin(self, request: LaunchRequest, *, here: Path | None = None) -> None:
         """Note the folders' state before a profile launch, or before the first launch with a stored profile.
@@ -109,7 +118,7 @@ class FolderWatch:
             return
         after = self._users_files(launch.request)
         logs = _open_in_this_pipeline()
-        if changes := [path for path in changed_paths(before, after) if after.get(path, ())[3:] not in logs]:
+        if changes := [path for path in changed_paths(before, after) if after.files.get(path, ())[3:] not in logs]:
             more = f" and {len(changes) - 1} more" if len(changes) > 1 else ""
             raise ScriptFailedError(
                 f"The first launch changed {changes[0]}{more}: a subprocess or a library writes there, which cannot "
@@ -118,7 +127,7 @@ class FolderWatch:
                 log_path=str(launch.directory.stdout(0)),
             )
 
-    def _users_files(self, request: LaunchRequest) -> Mapping[str, State]:
+    def _users_files(self, request: LaunchRequest) -> Snapshot:
         command = request.command
         script = os.path.dirname(command.script) if os.path.isabs(command.script) else command.cwd  # noqa: PTH117, PTH120
         without = [str(self._output_dir.resolve().parent), *request.writable, *self._own_files]
@@ -137,8 +146,8 @@ def _open_in_this_pipeline() -> frozenset[tuple[int, ...]]:
     return frozenset(result)
 
 
-def snapshot(folders: Collection[str], *, without: Collection[str]) -> Mapping[str, State]:
-    """Return path -> state of the files below folders, except for ``without`` and all below."""
+def snapshot(folders: Collection[str], *, without: Collection[str]) -> Snapshot:
+    """Return the files below folders, except for ``without`` and all below."""
     result: dict[str, State] = {}
     ahead, ends = [*dict.fromkeys(folders)], time.monotonic() + _LIMIT_S
     left_out = {os.path.realpath(path) for path in without}
@@ -155,12 +164,14 @@ def snapshot(folders: Collection[str], *, without: Collection[str]) -> Mapping[s
                     result[entry.path] = (status.st_mode, status.st_size, status.st_mtime_ns, status.st_ino)
         except OSError:  # removed meanwhile, or another user's
             continue
-    return result
+    return Snapshot(result, is_whole=not ahead)
 
 
-def changed_paths(before: Mapping[str, State], after: Mapping[str, State]) -> Sequence[str]:
-    """Return the files that were changed, made or removed between two snapshots, sorted."""
-    if max(len(before), len(after)) >= _MOST_ENTRIES:
-        before = {path: state for path, state in before.items() if path in after}
-        after = {path: state for path, state in after.items() if path in before}
-    return sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
+def changed_paths(before: Snapshot, after: Snapshot) -> Sequence[str]:
+    """Return the files that were changed, made or removed between two snapshots, sorted.
+
+    Unless both are whole, which files they have depends on the speed of the disk: only common ones are compared.
+    """
+    old, new = before.files, after.files
+    paths = old.keys() | new.keys() if before.is_whole and after.is_whole else old.keys() & new.keys()
+    return sorted(path for path in paths if old.get(path) != new.get(path))
