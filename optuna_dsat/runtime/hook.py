@@ -246,9 +246,9 @@ class DeepSpeedHook:
 
             def build() -> tuple[Any]:
                 if read is not None:
-                    given["config_class"] = type(read)(
-                        given["config"], given.get("mpu"), mesh_device=given.get("mesh_device")
-                    )
+                    names = ("mpu", "mesh_device")  # the latter since DeepSpeed 0.15
+                    more = {name: given[name] for name in names if name in given}
+                    given["config_class"] = type(read)(given["config"], **more)
                 original(*bound.args, **bound.kwargs)
                 return (engine,)
 

@@ -23,8 +23,12 @@ class zero:
     class Init:
         def __init__(self, module=None, config_dict_or_path=None, config=None, enabled=True):
             print(json.dumps([config_dict_or_path, config, enabled]))
+class DeepSpeedConfig:
+    def __init__(self, config, mpu=None): self._param_dict = config  # as DeepSpeed 0.14 has it
 class DeepSpeedEngine:
     gathers = True
+    def __init__(self, args=None, model=None, mpu=None, config=None, config_class=None):
+        print(json.dumps([config_class._param_dict, None, args], sort_keys=True))
     def save_checkpoint(self, save_dir, tag=None, client_state={}):
         print("saved to", save_dir)
     def save_16bit_model(self, save_dir, save_filename="pytorch_model.bin"):

@@ -83,6 +83,7 @@ OVERLAY = {"train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": 1
         "deepspeed.initialize(config_params=CONFIG)",
         "deepspeed.initialize(ARGS)",
         "initialize(ARGS, config_params=None)",
+        "deepspeed.DeepSpeedEngine(None, 'model', config_class=deepspeed.DeepSpeedConfig(CONFIG))",
     ],
 )
 def test_the_overlay_reaches_deepspeed_however_the_config_is_passed(start: Starter, stubs: Path, call: str) -> None:
