@@ -142,7 +142,7 @@ def test_a_folder_in_the_place_of_an_order_is_not_waited_for(tmp_path: Path) -> 
 
 def begun(*, micro_batch: int | None = 8, accumulated: int = 1, in_flight: int = 3) -> Transition:
     transition = Transition()
-    assert not transition.includes(4, 1)
+    assert not any(transition.includes(size, 1) for size in (4, 3))  # the last batch of an epoch is smaller
     ratios: list[Fraction] = []
 
     def rescale(ratio: Fraction) -> int:

@@ -230,7 +230,7 @@ class Transition:
 
     def __init__(self) -> None:
         self._observed: int | None = None
-        """Micro-batch of the last step; None if not observed."""
+        """Largest micro-batch of a trial's steps, as the last of an epoch may be smaller; None if not observed."""
         self._passes = Fraction(0)
         """Forward passes of the last step."""
         self._expected_passes: Fraction | None = None
@@ -255,6 +255,7 @@ class Transition:
             if self._observed is None:
                 raise NotLiveError("the engine's inputs have no tensors")
             self._most_in_flight = max(1, rescale(Fraction(micro_batch, self._observed)))
+            self._observed = micro_batch
 
     def includes(self, micro_batch: int | None, passes: int) -> bool:
         """Return whether a step, by its micro-batch (if observed) and passes, still belongs to the trial before.
@@ -262,13 +263,14 @@ class Transition:
         Raises:
             NotLiveError: If the script does not follow the trial's batch size or accumulation.
         """
-        self._observed, self._passes = micro_batch, Fraction(passes)
+        self._passes = Fraction(passes)
         if self._awaited is not None and micro_batch != self._awaited:
             self._most_in_flight -= 1
             if self._most_in_flight < 0:
                 raise NotLiveError(f"the batch size is {micro_batch}, not {self._awaited}")
             return True
         self._awaited = None
+        self._observed = max(micro_batch or 0, self._observed or 0) or None
         if self._expected_passes is not None and passes != self._expected_passes:
             expected = self._expected_passes
             raise NotLiveError(f"the forward passes of a step are {passes}, not {expected}")
