@@ -477,3 +477,14 @@ def test_what_rounds_refuted_is_no_finalist_again_and_says_why_it_left() -> None
     rounds = rounds_of({OWN: [10.0] * 4, 1: [9.9, 9.95, 9.9], 2: [15.0] * 4})
     result = judged(trials, Rounds(chosen=(OWN, 2), launches=rounds.launches))
     assert [contender.left for contender in result.contenders] == ["", "", "no better than your config"]
+
+
+def test_an_unfinished_round_drops_no_finalist() -> None:
+    begun = judged(TRIALS, rounds_of({OWN: [10.0, 10.1, 9.9], 1: [16.0, 16.1], 2: [12.0, 12.1]}))
+    assert {contender.left for contender in begun.contenders} == {""}
+    dropped = judged(TRIALS, rounds_of({OWN: [10.0, 10.1, 9.9, 10.0], 1: [16.0, 16.1, 15.9], 2: [12.0, 12.1, 11.9]}))
+    assert [contender.left for contender in dropped.contenders] == ["", "clearly worse than the best", ""]
+
+
+def test_a_single_round_does_not_claim_that_it_decides() -> None:
+    assert not judged(TRIALS[:2], rounds_of({OWN: [10.0], 1: [12.0]})).warnings

@@ -49,7 +49,7 @@ class VerdictKind(StrEnum):
     BASELINE_IS_BEST = "baseline_is_best"
     """Nothing is faster than the user's config by more than a tie; the user's config is selected."""
     NOT_CONFIRMED = "not_confirmed"
-    """The confirmation ran out of time before a decision; the user's config is selected."""
+    """The rounds have not led to a decision, e.g. for lack of time; the user's config is selected."""
     NO_BASELINE = "no_baseline"
     """The user's config was not, or could not be, measured; the best config of the rounds is selected."""
     UNCONFIRMED = "unconfirmed"
@@ -367,7 +367,7 @@ class _Judge:
         failed = self._rounds.failure(number)
         left = "" if failed is None else f"{outcome_in_words(failed.outcome)}: {failed.message}"
         ratio = self._against(number, self._baseline) if self._in_rounds else None
-        if not left and self._rounds.chosen and number not in self._rounds.begun(self._rounds.last):
+        if not left and self._has_left(number):
             better = ratio is None or ratio.surely_above_1 or number in self._rounds.chosen
             left = "clearly worse than the best" if better else "no better than your config"
         return replace(
@@ -379,6 +379,15 @@ class _Judge:
             steps=sum(launch.steps for launch in launches),
             left=left,
         )
+
+    def _has_left(self, number: int) -> bool:
+        """Return whether no further round launches a trial; in an unfinished round it may still wait for its turn."""
+        rounds = self._rounds
+        if not rounds.chosen or number in rounds.begun(rounds.last):
+            return False
+        waits = number in rounds.chosen and (rounds.last == rounds.since or number in rounds.begun(rounds.last - 1))
+        ratio = self._against(number, max(self._eligible, key=self._score))
+        return not waits or (ratio is not None and ratio.rounds >= MIN_ROUNDS and ratio.surely_below(1 - self._tie))
 
     def _decided(self, number: int, among: Collection[int] | None = None) -> Measured:
         """Return a trial as decided: by the rounds if these decide, with the speed-up of the search if need be."""
@@ -423,7 +432,7 @@ class _Judge:
             else noise_of_search(self._values, {number: self._searched(number) for number in self._values}),
             warnings=warnings_of(
                 self._rounds,
-                searched={item: self._searched(item) for item in (pick, own) if item is not None},
+                searched={item: self._searched(item) for item in (pick, own) if self.paired and item is not None},
                 baseline=own,
                 noise=self.noise,
                 tie=self._tie,

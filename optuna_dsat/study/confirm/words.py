@@ -66,9 +66,9 @@ def _answer(verdict: Verdict, *, metric: str, device: str) -> str:
         return f"Nothing was confirmed to be faster than your config: {value}.{_runner_up_in_words(verdict, other)}"
     if verdict.kind is VerdictKind.NOT_CONFIRMED:
         return (
-            f"No config was confirmed to be faster than yours, {value}: the time for the confirmation ran out."
+            f"No config was confirmed to be faster than yours, {value}: the rounds so far leave it open."
             f"{_runner_up_in_words(verdict, _runner_up(verdict))} "
-            "Continue with `optuna-dsat resume` and a larger --confirm-time."
+            "More rounds: `optuna-dsat resume`, with a larger --confirm-time if their time ran out."
         )
     if verdict.kind is VerdictKind.NO_BASELINE:
         words = f"{name} is the fastest in the rounds: {value}."
