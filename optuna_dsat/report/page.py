@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import TYPE_CHECKING, Any
 
-from optuna.trial import TrialState
-
 from optuna_dsat.escape.html import safe_figure
 from optuna_dsat.escape.terminal import one_line
 from optuna_dsat.metrics import Interval
@@ -235,8 +233,7 @@ def _ordered(config: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, An
 
 
 def _status(view: StudyView) -> str:
-    running = sum(t.state is TrialState.RUNNING and attributes.LAUNCH_ID in t.user_attrs for t in view.trials)
-    used, budget = view.launches_used - running, view.spec.max_trials
+    used, budget = attributes.launches_used(view.launched), view.spec.max_trials
     launches = things_in_words(budget, "launch")
     flying = f" {view.running} in flight {'is' if view.running == 1 else 'are'} not drawn." if view.running else ""
     if used == 0 and not view.trials:

@@ -146,16 +146,13 @@ def commonest_message(trials: Sequence[FrozenTrial]) -> str:
 
 
 def launches_since_best(trials: Sequence[FrozenTrial], *, maximize: bool) -> int:
-    """Return the number of launches that ended after the best launch; 0 without measurements."""
-    ended = sorted(
-        (t for t in trials if OUTCOME in t.user_attrs and t.datetime_complete is not None),
-        key=lambda t: (t.datetime_complete, t.number),
-    )
+    """Return the number of launches that count, of the search for the best, and ended after the best launch."""
     best = best_trials(trials, maximize=maximize)
-    if not best:
+    if not best or best[0].datetime_complete is None:
         return 0
-    numbers = [t.number for t in ended]
-    return len(numbers) - 1 - numbers.index(best[0].number) if best[0].number in numbers else 0
+    found = (best[0].datetime_complete, best[0].number)
+    later = [t for t in trials if t.datetime_complete is not None and (t.datetime_complete, t.number) > found]
+    return launches_used([t for t in later if SAME_BATCH not in t.user_attrs])
 
 
 def data_parallel_size(trial: FrozenTrial, *, slots: int) -> int:

@@ -86,6 +86,11 @@ def test_what_runs_is_shown_with_its_steps(live: LiveStudy, finished: ReportedSt
     assert again == later, "a step changes no figure"
 
 
+def test_a_trial_that_is_asked_for_is_no_launch_of_the_budget(live: LiveStudy, finished: ReportedStudyBench) -> None:
+    finished.study().ask()
+    assert "16 of 16 launches done, 1 running" in Page(live.now()[1]).text
+
+
 def test_the_profile_and_the_finalists_are_shown_while_they_run(
     finished: ReportedStudyBench,
 ) -> None:

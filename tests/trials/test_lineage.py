@@ -246,3 +246,18 @@ def test_a_space_is_opened_once_every_choice_is_opened_or_hopeless() -> None:
     assert best_score(opened, UP) == 3.0
     assert best_lineage(same_structure(lineages, {"zero_stage": 1, "bucket": 5}), UP) is opened[0]
     assert best_lineage([], UP) is None
+
+
+def test_what_a_stop_took_and_what_answers_another_question_is_no_launch_without_a_new_best() -> None:
+    def ended(number: int, value: float, outcome: Outcome = Outcome.MEASURED, **attrs: Any) -> FrozenTrial:
+        state = TrialState.FAIL if outcome is Outcome.LOST else TrialState.COMPLETE
+        trial = make(number, 8, state=state, value=None if state is TrialState.FAIL else value, outcome=outcome)
+        trial.set_user_attr(attributes.LAUNCH_ID, f"trial-{number}")
+        for name, attr in attrs.items():
+            trial.set_user_attr(name, attr)
+        return trial
+
+    trials = [ended(0, 9.0), ended(1, 8.0), ended(2, 0.0, Outcome.LOST), ended(3, 7.0, same_batch="predicted")]
+    assert attributes.launches_since_best(trials, maximize=True) == 1
+    assert attributes.launches_since_best(trials[:1], maximize=True) == 0
+    assert attributes.launches_since_best([], maximize=True) == 0

@@ -117,7 +117,7 @@ class LiveStudy:
         running = [trial for trial in trials if trial.state is TrialState.RUNNING]
         rows |= {str(item.number): _row_of(view, item) for item in running if str(item.number) not in rows}
         ended = not rows and end_reason_of(attrs) is not None
-        done = attributes.launches_used(trials) - len(running)
+        done = attributes.launches_used([trial for trial in trials if trial.state.is_finished()])
         words = "The search has ended."
         if not ended:
             again = len(Rounds.of(attrs).launches)
