@@ -32,6 +32,7 @@ class Problem:
     Args:
         profile: The model, as measured by the profile launch.
         hardware: Hardware of the launches.
+        data_parallel_size: Ranks that consume different samples; None for all. The stages of a pipeline share theirs.
         config: The user's DeepSpeed config.
         space: The search space.
         metric: The metric to optimise: a key of the trials' metrics (``optuna_dsat.trials.attributes.METRICS``).
@@ -47,6 +48,7 @@ class Problem:
         *,
         profile: ModelProfile,
         hardware: Hardware,
+        data_parallel_size: int | None = None,
         config: Mapping[str, Any],
         space: SearchSpace,
         metric: str = "throughput",
@@ -59,6 +61,7 @@ class Problem:
         self.metric = metric
         self.profile = profile
         self.hardware = hardware
+        self.data_parallel_size = data_parallel_size or hardware.world_size
         self.space = space
         self.profile_steps = profile_steps
         self.start_s = _DEFAULT_START_S if start_s is None else start_s
@@ -101,7 +104,7 @@ class Problem:
     @property
     def work_per_sample(self) -> int:
         """Work of a single sample per rank in the unit of a rate's numerator: FLOPs, or samples over all ranks."""
-        each = self.profile.flops_per_sample if self.metric == "FLOPS_per_gpu" else self.hardware.world_size
+        each = self.profile.flops_per_sample if self.metric == "FLOPS_per_gpu" else self.data_parallel_size
         return max(1, each)
 
     def accumulation(self, micro_batch: Numbers) -> Numbers:

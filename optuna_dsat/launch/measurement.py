@@ -279,6 +279,11 @@ class LaunchRecord:
         """Steps that the loss scaler did not skip."""
         return [step for step in self.boundaries if not step.skipped]
 
+    @property
+    def flops_ranks(self) -> int:
+        """Ranks by which FLOPs of samples are divided: a pipeline's profile counts those of a stage, of whole samples."""
+        return self.engine.data_parallel_size if self.engine is not None and self.engine.pipeline else self.world_size
+
     def outside_steps_s(self, held_s: float) -> float:
         """Return the seconds outside of steps of a launch that held its devices for ``held_s`` seconds."""
         return max(0.0, held_s - sum(step.latency_s for step in self.steps))
@@ -396,7 +401,7 @@ class LaunchRecord:
 
     def metrics(self, *, flops_per_sample: float) -> dict[str, float]:
         """Return the metrics of the counted steps (see ``metrics_of``)."""
-        return metrics_of(self.counted, flops_per_sample=flops_per_sample, world_size=self.world_size)
+        return metrics_of(self.counted, flops_per_sample=flops_per_sample, world_size=self.flops_ranks)
 
 
 def _worst_profile(known: ProfileMeasured | None, new: ProfileMeasured) -> ProfileMeasured:

@@ -84,6 +84,15 @@ def test_a_record_completes_a_step_once_every_rank_has_it() -> None:
     assert record.peak_bytes == 100
 
 
+@pytest.mark.parametrize(("pipeline", "flops"), [(False, 40.0), (True, 80.0)])
+def test_a_stage_of_a_pipeline_computes_its_flops_for_every_sample(pipeline: bool, flops: float) -> None:
+    record = LaunchRecord(world_size=2, start_profile_step=1)
+    record.add(engine(data_parallel_size=1, pipeline=pipeline))
+    for rank in (0, 1):
+        record.add(step_of(rank=rank, step=1, samples=8, latency_s=1.0))
+    assert record.metrics(flops_per_sample=10.0)["FLOPS_per_gpu"] == pytest.approx(flops)
+
+
 def test_the_engine_that_proves_to_train_takes_the_place_of_the_first() -> None:
     record = LaunchRecord(world_size=2, start_profile_step=1)
     record.add(replace(engine(), train_batch_size=3, config_differences={"zero_optimization.stage": [0, 1]}))

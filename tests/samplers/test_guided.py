@@ -57,6 +57,15 @@ def test_problems_of_one_model_machine_and_space_share_their_table_and_others_do
     assert not any(other is table() for other in others)
 
 
+@pytest.mark.parametrize(("ranks", "rate"), [(None, 12.0), (2, 6.0)])
+def test_a_rate_counts_the_ranks_that_train_different_samples(ranks: int | None, rate: float) -> None:
+    """Three samples of a rank in a second: the stages of a pipeline share theirs."""
+    given = {"profile": PROFILE, "hardware": HARDWARE, "config": CONFIG, "space": small_space()}
+    problem = Problem(**given, data_parallel_size=ranks)
+    log_objective = problem.log_objective(np.full((4, 1), 0.25), np.array([3.0]))
+    assert problem.metric_of(float(log_objective[0])) == pytest.approx(rate)
+
+
 @pytest.mark.parametrize("expected_gib", [40, 6])
 def test_where_little_fits_it_climbs_to_what_does(kit: SimpleNamespace, expected_gib: int) -> None:
     hardware = replace(HARDWARE, device_memory_bytes=expected_gib * GIB)

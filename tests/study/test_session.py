@@ -11,7 +11,7 @@ import pytest
 from optuna.trial import TrialState
 
 from optuna_dsat.config import ds_config
-from optuna_dsat.errors import NothingRunnableError, ScriptFailedError, StudyConflictError
+from optuna_dsat.errors import NothingRunnableError, ScriptFailedError, StudyConflictError, UsageError
 from optuna_dsat.launch.protocol import LaunchRequest
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.confirm.rounds import RoundLaunch, Rounds
@@ -103,6 +103,19 @@ def test_out_of_memory_is_pruned_knowledge_not_a_failure(bench: StudyBench) -> N
     oom = [t for t in bench.study().trials if t.user_attrs.get(attributes.OUTCOME) == Outcome.OUT_OF_MEMORY]
     assert oom
     assert {t.state for t in oom} == {TrialState.PRUNED}
+
+
+class OnePiece(Hill):
+    """A pipeline's engine shows its steps, and no phase of them."""
+
+    def run(self, ds_config: Mapping[str, Any], slots: int) -> SimulatedResult:
+        result = super().run(ds_config, slots)
+        return replace(result, forward_s=0.0, backward_s=0.0, step_s=0.0, other_s=result.latency_s)
+
+
+def test_a_phase_that_the_engine_does_not_show_is_not_optimised(bench: StudyBench) -> None:
+    with pytest.raises(UsageError, match="--metric forward: .* --metric latency"):
+        bench.run(bench.spec(metric="forward", max_trials=4), OnePiece())
 
 
 def test_concurrent_launches_share_the_slots(bench: StudyBench) -> None:

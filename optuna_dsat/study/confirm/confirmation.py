@@ -217,7 +217,7 @@ class Confirmation:
         flops, interval, metrics = self._profile.flops_per_sample, None, dict[str, float]()
         if measured:
             interval = confidence_interval(
-                record.counted, self._context.metric, flops_per_sample=flops, world_size=record.world_size
+                record.counted, self._context.metric, flops_per_sample=flops, world_size=record.flops_ranks
             )
             metrics = record.metrics(flops_per_sample=flops)
         return RoundLaunch(

@@ -20,7 +20,7 @@ from optuna_dsat.guided.problem import REACH, Problem
 from optuna_dsat.pruners import AshaPruner, DeepSpeedPruner
 from optuna_dsat.samplers import BinarySearchSampler, GuidedSampler, LineageRandomSampler
 from optuna_dsat.study.profile.profiled import Profiled
-from optuna_dsat.study.space import hardware_of, user_samples_per_rank
+from optuna_dsat.study.space import hardware_of, objective, user_samples_per_rank
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.trials import attributes
 
@@ -105,9 +105,10 @@ def make_planner(
         Problem(
             profile=profiled.profile,
             hardware=hardware_of(spec, profiled),
+            data_parallel_size=profiled.data_parallel_size,
             config=spec.ds_config,
             space=space,
-            metric=spec.metric,
+            metric=objective(spec, profiled),
             memory_margin=spec.options.memory_margin,
             profile_steps=spec.end_profile_step,
             start_s=profiled.start_s,

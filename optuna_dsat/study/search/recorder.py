@@ -10,7 +10,7 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from optuna_dsat.config import ds_config
-from optuna_dsat.errors import ScriptFailedError
+from optuna_dsat.errors import ScriptFailedError, UsageError
 from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.metrics import speed_up
 from optuna_dsat.outcome import Outcome
@@ -126,7 +126,12 @@ class TrialRecorder:
         self._store.record_steps(self._uuid, flight.request.launch_id, flight.record.events)
 
     def tell(self, flight: Flight, report: LaunchReport) -> None:
-        """Finish a launch's trial, if still this worker's; ``ScriptFailedError`` if it fails with every config."""
+        """Finish a launch's trial, if still this worker's.
+
+        Raises:
+            ScriptFailedError: If the script fails with every config.
+            UsageError: If its engine does not show the phase that is optimised, as that of a pipeline.
+        """
         trial, value = flight.trial, self._value(flight, report)
 
         def finish() -> None:
@@ -140,6 +145,11 @@ class TrialRecorder:
         self._store.heartbeat.remove(trial)
         self._finished.append(trial)
         self._notify(flight, report, value)
+        if value == 0:
+            raise UsageError(
+                f"--metric {self._metric}: the script's engine does not show this phase, as that of a pipeline. "
+                "Begin another study with --metric latency."
+            )
         self._raise_script_failure(flight, report)
 
     def call_back(self) -> None:
