@@ -336,7 +336,8 @@ class TorchrunLauncher:
         if not launch.root or report.outcome not in _NOT_OF_THE_CONFIGURATION:
             return report
         if not (report.outcome in _BY_CHANCE and launch.log.last_step):
-            self._learn_limit(launch.changes, report.cause.removeprefix(f"{NotLiveError.__name__}: "))
+            changes = {} if report.outcome is Outcome.OUT_OF_DATA else launch.changes  # whatever the setting
+            self._learn_limit(changes, report.cause.removeprefix(f"{NotLiveError.__name__}: "))
         return replace(report, afresh=True)
 
     def _conclude(self, launch: Launch, note: str) -> LaunchReport | None:
@@ -369,7 +370,7 @@ class TorchrunLauncher:
             self._continues = False
         else:
             self._not_followed.add(key)
-        self._notify(f"Trials{what} are launched one by one, as a running engine did not follow: {why}.")
+        self._notify(f"Trials{what} are launched one by one, as one in a running engine failed: {why}.")
 
     def _note_start(self, launch: Launch) -> None:
         if launch.log.first_step is not None and not launch.root:

@@ -158,6 +158,16 @@ def test_a_script_that_does_not_follow_is_launched_afresh(run: Run, notices: lis
     assert other.root == "", "what the script did not follow is not tried again"
 
 
+def test_a_script_whose_steps_suffice_for_one_trial_is_launched_for_each(run: Run, notices: list[str]) -> None:
+    options = ("--data", "once", "--epochs", "4")
+    run("first", *options)
+    refused, _ = run("second", *options, size=8)
+    assert (refused.outcome, refused.afresh) == (Outcome.OUT_OF_DATA, True)
+    other, _ = run("knob", *options, config={"zero_optimization": {"stage": 1, "reduce_bucket_size": 1000}})
+    assert other.root == ""
+    assert any(n.startswith("Trials are launched one by one, as one in a running engine failed") for n in notices)
+
+
 def test_a_loader_that_never_reaches_the_size_is_launched_afresh(run: Run) -> None:
     first, _ = run("first", "--data", "cut")
     refused, steps = run("second", "--data", "cut", size=8)

@@ -40,6 +40,7 @@ def main() -> None:
     )
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--samples", type=int, default=64)
+    parser.add_argument("--epochs", type=int, default=100)
     parser.add_argument("--accumulates", action="store_true", help="accumulate 1 micro-batch whatever the engine says")
     parser.add_argument("--end", default="", choices=("", "raise", "memory", "kill", "sleep"))
     parser.add_argument("--end-size", type=int, default=0)
@@ -56,7 +57,7 @@ def main() -> None:
     if args.data == "batches":
         loader = DataLoader(Batches(size), batch_size=None, num_workers=args.workers)
     once = torch.randn(size, 16)
-    for _ in range(100):
+    for _ in range(args.epochs):
         if args.data in ("once", "labels"):
             outputs = engine(once)
             engine.backward((outputs - torch.ones(size, 1) if args.data == "labels" else outputs).square().mean())
