@@ -234,7 +234,8 @@ class _Builder:
             return knob.name not in self._no_tune and (knob.name in self._request.worthwhile or self._named(knob))
         one_node = min(self._request.nodes, self._request.ranks_per_node) == 1
         useless = knob.inert or (knob.several_nodes and one_node) or (knob.several_ranks and self._world_size == 1)
-        return not (useless or (self._zenflow and knob.name == "reduce_scatter")) or self._named(knob)
+        held = "overlap_comm" if configs.flatten(self._zero).get(f"{ZENFLOW}.offload") else ""  # DeepSpeed asserts it
+        return not (useless or knob.name in (held, self._zenflow and "reduce_scatter")) or self._named(knob)
 
     @property
     def _world_size(self) -> int:

@@ -171,7 +171,12 @@ def test_a_users_zenflow_stays_where_deepspeed_accepts_it() -> None:
     lineages = list(space.lineages())
     assert {(lineage["zero_stage"], lineage["offload_optimizer"]) for lineage in lineages} == {(1, "cpu"), (2, "cpu")}
     assert not any("reduce_scatter" in lineage for lineage in lineages)
+    assert any("overlap_comm" in lineage for lineage in lineages)
     assert space.holds_accumulation
+    selective = {**own, "overlap_comm": True, ZENFLOW: {"offload": True}}
+    for permitted in (set(), {ZENFLOW}):
+        mine = make(permitted, config={"zero_optimization": selective}, zero_stages=(2,))
+        assert not any("overlap_comm" in lineage for lineage in mine.lineages()), "DeepSpeed asserts it"
     with pytest.raises(ConfigError, match="ZenFlow runs with ZeRO 1 and 2 only"):
         make(config={"zero_optimization": own}, zero_stages=(0, 3))
     assert all(lineage.get("reduce_scatter", True) for lineage in make({ZENFLOW}).lineages() if lineage.get(ZENFLOW))
