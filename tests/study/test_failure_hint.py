@@ -40,6 +40,11 @@ OFFLOAD = {"optimizer": {"type": "AdamW"}, "zero_optimization": {"offload_optimi
             ". Set fp16.enabled to false, or tune on devices that support it",
         ),
         ("RuntimeError: the mean is 0", AUTO, ""),
+        (
+            "RuntimeError in initialize: self.dim() cannot be 0 to view Float as Byte (different element sizes)",
+            {},
+            ". DeepSpeed rejects the model: a parameter is a scalar. Give it a dimension, such as torch.ones(1)",
+        ),
         ("ValueError: correct values that mismatch TrainingArguments values: lr; set these to 'auto'", AUTO, ""),
         (
             "ValidationError: zero_optimization.reduce_bucket_size is 'auto': it must be a whole number",

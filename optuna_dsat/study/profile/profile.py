@@ -345,7 +345,7 @@ def _mapped_defaults(spec: StudySpec, record: LaunchRecord) -> dict[str, int]:
 
 def _failure(spec: StudySpec, report: LaunchReport, record: LaunchRecord) -> DsatError:
     message = report.message + failure_hint(spec, report, record)
-    keys = {*ds_config.flatten(spec.ds_config), *record.config_differences, "DeepSpeedConfigError"}
+    keys = {*ds_config.flatten(spec.ds_config), *record.config_differences, "DeepSpeedConfigError", _OF_SCALARS}
     explained = report.outcome is Outcome.INVALID_CONFIG and any(key in message for key in keys)
     return ScriptFailedError(
         f"The profile launch ended with {outcome_in_words(report.outcome)}: {message}",
@@ -365,6 +365,8 @@ _NO_BUILD = re.compile(r"\S+: (?:command )?not found|Ninja is required|CUDA_HOME
 """Matches the causes of a failed build that tools on the machine remove."""
 _NO_PRECISION = re.compile(r"Type (fp16|bf16) is not supported on your device")
 _NO_CPU_OPERATOR = "not been implemented on CPU backend"
+_OF_SCALARS = "self.dim() cannot be 0 to view"
+"""DeepSpeed 0.19.8 sends parameters to the ranks as bytes (``engine._broadcast_model``)."""
 _GPU_ONLY = (
     *("zero_optimization.zero_quantized_weights", "zero_optimization.zero_quantized_nontrainable_weights"),
     *("zero_optimization.zero_quantized_gradients", "optimizer.type", "sparse_attention.mode"),
@@ -404,6 +406,8 @@ def _of_values(message: str, config: Mapping[str, Any]) -> str:
     if match := _UNEXPECTED.search(message):
         keys = [key for key in config if key in (f"optimizer.params.{match[1]}", f"scheduler.params.{match[1]}")]
         return f". Remove {keys[0]} from the config: what DeepSpeed builds for it does not take it" if keys else ""
+    if _OF_SCALARS in message:
+        return ". DeepSpeed rejects the model: a parameter is a scalar. Give it a dimension, such as torch.ones(1)"
     if _NO_CPU_OPERATOR in message:
         keys = [key for key in _GPU_ONLY if config.get(key) and str(config[key]).lower() not in _CPU_OPTIMIZERS]
         return f". Tune on GPUs, or remove from the config what needs them: {', '.join(keys)}" if keys else ""
