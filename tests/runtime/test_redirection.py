@@ -130,6 +130,8 @@ os.chdir(sys.argv[2])
 import numpy, torch
 from safetensors.torch import load_file, save_file
 torch.save({"w": torch.ones(3)}, "a"); assert torch.load("a")["w"].sum() == 3
+torch.jit.trace(torch.nn.Linear(2, 1), torch.ones(1, 2)).save("m.pt"); torch.jit.load("m.pt")
+torch.jit.save(torch.jit.script(torch.nn.ReLU()), Path("r.pt")); assert os.path.exists("r.pt")
 save_file({"w": torch.ones(3)}, "d/a"); assert load_file("d/a")["w"].sum() == 3
 numpy.save("array.npy", numpy.ones(4)); mapped = numpy.load("array.npy", mmap_mode="r+"); mapped[0] = 5; mapped.flush()
 assert numpy.load("array.npy")[0] == 5

@@ -284,6 +284,11 @@ class _Redirection:
         for name, flags in (("PyTorchFileWriter", os.O_CREAT | os.O_TRUNC), ("PyTorchFileReader", 0)):
             if base := getattr(module._C, name, None):
                 setattr(module._C, name, self._opening_class(base, flags))
+        for kind in ("ScriptModule", "ScriptFunction"):  # torch.jit.save
+            if base := getattr(module._C, kind, None):
+                base.save = self._second_argument(base.save)
+        if hasattr(module._C, "import_ir_module"):  # torch.jit.load
+            module._C.import_ir_module = self._second_argument(module._C.import_ir_module, flags=0)
         if hasattr(module, "from_file"):
             _replace(module, "from_file", self._opening(module.from_file))
         if storage := getattr(module, "UntypedStorage", None):
@@ -299,6 +304,14 @@ class _Redirection:
                 super().__init__(file, *args, **named)
 
         return Opening
+
+    def _second_argument(
+        self, original: Callable[..., Any], *, flags: int = os.O_CREAT | os.O_TRUNC
+    ) -> Callable[..., Any]:
+        def call(first: Any, filename: Any, *args: Any, **named: Any) -> Any:
+            return original(first, os.fspath(self._real(filename, flags)), *args, **named)
+
+        return call
 
     def _opening(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def from_file(filename: Any, shared: Any = None, *args: Any, **named: Any) -> Any:
