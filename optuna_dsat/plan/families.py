@@ -55,6 +55,10 @@ class Family:
     """Whether embedding and output share their weights if the config does not specify it."""
     head_bias: bool = False
     """Whether the output layer has a bias."""
+    grouped: bool = False
+    """Whether the config may set the number of key-value heads and the head size."""
+    ffn_width: str = "intermediate_size"
+    """Key of the feed-forward block's width; empty if the model always uses the default."""
     ffn_factor: int = 0
     """Default ratio of the feed-forward block's width to the hidden size; 0 if the config must specify the width."""
     head_dim: int = 0
@@ -62,11 +66,11 @@ class Family:
     experts: bool = False
 
 
-_GATED = Family(gated=True, norm_weights=1, tied=False)
+_GATED = Family(gated=True, norm_weights=1, tied=False, grouped=True)
 _SWITCHED = replace(_GATED, attention_switch="attention_bias")
 _GEMMA = replace(_SWITCHED, tied=True, head_dim=256)
 _BIASED = Family(qkv_bias=True, out_bias=True, ffn_bias=True)
-_GPT = replace(_BIASED, learned_positions=True, ffn_factor=4)
+_GPT = replace(_BIASED, learned_positions=True, ffn_width="n_inner", ffn_factor=4)
 _ENCODER = replace(
     _BIASED,
     kind="encoder",
@@ -77,7 +81,7 @@ _ENCODER = replace(
     pooled=True,
     head_bias=True,
 )
-_T5 = Family(kind="encoder-decoder", norm_weights=1)
+_T5 = Family(kind="encoder-decoder", norm_weights=1, ffn_width="d_ff")
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
@@ -91,11 +95,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "gemma": _GEMMA,
         "gemma2": replace(_GEMMA, norms=4),
         "gemma3_text": replace(_GEMMA, norms=4, head_norms=2),
-        "phi": replace(_BIASED, norms=1, tied=False, head_bias=True),
+        "phi": replace(_BIASED, norms=1, tied=False, head_bias=True, grouped=True),
         "phi3": _GATED,
         "gpt2": _GPT,
         "gpt_neo": Family(out_bias=True, ffn_bias=True, learned_positions=True, ffn_factor=4),
-        "gptj": Family(ffn_bias=True, norms=1, tied=False, head_bias=True, ffn_factor=4),
+        "gptj": Family(ffn_bias=True, norms=1, tied=False, head_bias=True, ffn_width="n_inner", ffn_factor=4),
         "gpt_neox": replace(_BIASED, tied=False, attention_switch="attention_bias"),
         "opt": replace(
             _BIASED,
@@ -105,13 +109,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             ffn_switch="enable_bias",
             final_norm_switch="do_layer_norm_before",
             projected=True,
+            ffn_width="ffn_dim",
         ),
-        "bloom": replace(_BIASED, embedding_norm=True, ffn_factor=4),
-        "falcon": Family(attention_switch="bias", ffn_switch="bias", ffn_factor=4),
+        "bloom": replace(_BIASED, embedding_norm=True, ffn_width="", ffn_factor=4),
+        "falcon": Family(attention_switch="bias", ffn_switch="bias", ffn_width="ffn_hidden_size", ffn_factor=4),
         "bert": _ENCODER,
         "roberta": _ENCODER,
         "xlm-roberta": _ENCODER,
-        "distilbert": replace(_ENCODER, token_types=0, pooled=False),
+        "distilbert": replace(_ENCODER, token_types=0, pooled=False, ffn_width="hidden_dim"),
         "vit": replace(_BIASED, kind="image", qkv_switch="qkv_bias"),
         "t5": _T5,
         "mt5": _T5,

@@ -154,7 +154,7 @@ def shape_of_config(
 
 def _quantized(data: Mapping[str, Any]) -> tuple[str, int | None]:
     """Return the name of the weights' quantization (empty if not quantized) and its bits (None if unknown)."""
-    section = data.get("quantization_config") or data.get("compression_config")
+    section = data.get("quantization_config") or data.get("compression_config") or data.get("quantization")  # MLX
     if not isinstance(section, Mapping) or not section:
         return "", None
     loaded = next((bits for bits in (4, 8) if section.get(f"load_in_{bits}bit")), None)
@@ -232,17 +232,18 @@ class _Model:
         self.hidden = reader.size("hidden_size", "n_embd", "d_model", "dim")
         self.heads = reader.size("num_attention_heads", "n_head", "num_heads", "n_heads")
         self.layers = reader.size("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-        widths = ("intermediate_size", "ffn_dim", "n_inner", "d_ff", "hidden_dim", "ffn_hidden_size")
-        self.ffn = reader.size(*widths, default=family.ffn_factor * self.hidden or None)
-        own = family.head_dim or reader.maybe("head_dim", "d_kv")
+        self.ffn = reader.size(family.ffn_width, default=family.ffn_factor * self.hidden or None)
+        sizes = ("head_dim", "d_kv") if family.grouped or family.kind == "encoder-decoder" else ()
+        own = family.head_dim or reader.maybe(*sizes)
         if self.hidden % self.heads and own is None and not reader.missing:
             raise UsageError(f"--model: hidden_size is {self.hidden}, no multiple of the {self.heads} attention heads.")
         default = family.head_dim or max(1, self.hidden // self.heads)
-        self.head_dim = reader.size("head_dim", "d_kv", default=default)
+        self.head_dim = reader.size(*sizes, default=default)
         if kind == "falcon" and not reader.flag("new_decoder_architecture", default=False):
             self.kv_heads = 1 if reader.flag("multi_query", default=True) else self.heads
         else:
-            self.kv_heads = reader.size("num_key_value_heads", "num_kv_heads", default=self.heads)
+            key = "num_kv_heads" if kind == "falcon" else "num_key_value_heads"
+            self.kv_heads = reader.size(key, default=self.heads) if kind == "falcon" or family.grouped else self.heads
         both = family.kind == "encoder-decoder" and not _architecture(reader.data).endswith("EncoderModel")
         self.decoders = reader.size("num_decoder_layers", default=self.layers) if both else 0
         self.vocab = 1 if family.kind == "image" else reader.size("vocab_size")

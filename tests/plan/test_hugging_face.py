@@ -19,6 +19,8 @@ from optuna_dsat.plan.transformer import TransformerShape
 SMALL = {"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "vocab_size": 8000}
 GQA = {**SMALL, "intermediate_size": 1536, "num_key_value_heads": 2}
 ENCODER = {**SMALL, "intermediate_size": 2048}
+IGNORED = {"num_key_value_heads": 2, "intermediate_size": 999, "head_dim": 80}
+"""Keys that these models do not read."""
 LLAMA_3_8B = {
     "vocab_size": 128256,
     "hidden_size": 4096,
@@ -48,22 +50,26 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma2": ("gemma2", "Gemma2ForCausalLM", GQA),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM", GQA),
     "gpt2": ("gpt2", "GPT2LMHeadModel", {}),
-    "gpt2-xl": ("gpt2", "GPT2LMHeadModel", {"n_embd": 1600, "n_layer": 48, "n_head": 25}),
+    "gpt2-xl": ("gpt2", "GPT2LMHeadModel", {"n_embd": 1600, "n_layer": 48, "n_head": 25, **IGNORED}),
     "gpt-neo": (
         "gpt_neo",
         "GPTNeoForCausalLM",
         {"hidden_size": 512, "num_layers": 4, "num_heads": 8, "attention_types": [[["global", "local"], 2]]},
     ),
-    "gptj": ("gptj", "GPTJForCausalLM", {"n_embd": 512, "n_layer": 4, "n_head": 8, "rotary_dim": 32}),
+    "gptj": ("gptj", "GPTJForCausalLM", {"n_embd": 512, "n_layer": 4, "n_head": 8, "rotary_dim": 32, **IGNORED}),
     "gpt-neox": ("gpt_neox", "GPTNeoXForCausalLM", {**SMALL, "intermediate_size": 2048}),
-    "opt": ("opt", "OPTForCausalLM", {**SMALL, "ffn_dim": 2048}),
+    "opt": ("opt", "OPTForCausalLM", {**SMALL, "ffn_dim": 2048, **IGNORED}),
     "opt-350m": (
         "opt",
         "OPTForCausalLM",
         {**SMALL, "ffn_dim": 2048, "word_embed_proj_dim": 256, "do_layer_norm_before": False},
     ),
-    "bloom": ("bloom", "BloomForCausalLM", {"hidden_size": 512, "n_layer": 6, "n_head": 8, "vocab_size": 8000}),
-    "falcon-7b": ("falcon", "FalconForCausalLM", {}),
+    "bloom": (
+        "bloom",
+        "BloomForCausalLM",
+        {"hidden_size": 512, "n_layer": 6, "n_head": 8, "vocab_size": 8000, **IGNORED},
+    ),
+    "falcon-7b": ("falcon", "FalconForCausalLM", {"intermediate_size": 999, "num_key_value_heads": 2}),
     "falcon-40b": ("falcon", "FalconForCausalLM", {**SMALL, "new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon-rw": (
         "falcon",
@@ -72,7 +78,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "phi": ("phi", "PhiForCausalLM", {**GQA, "num_key_value_heads": None}),
     "phi3": ("phi3", "Phi3ForCausalLM", {**GQA, "pad_token_id": 0}),
-    "bert": ("bert", "BertForMaskedLM", ENCODER),
+    "bert": ("bert", "BertForMaskedLM", {**ENCODER, "num_key_value_heads": 2}),
     "bert-pretraining": ("bert", "BertForPreTraining", ENCODER),
     "bert-classes": ("bert", "BertForSequenceClassification", {**ENCODER, "num_labels": 4}),
     "bert-tokens": ("bert", "BertForTokenClassification", {**ENCODER, "num_labels": 9}),
@@ -80,7 +86,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bert-untied": ("bert", "BertForMaskedLM", {**ENCODER, "tie_word_embeddings": False}),
     "roberta": ("roberta", "RobertaForMaskedLM", ENCODER),
     "xlm-roberta": ("xlm-roberta", "XLMRobertaForSequenceClassification", ENCODER),
-    "distilbert": ("distilbert", "DistilBertForMaskedLM", {}),
+    "distilbert": ("distilbert", "DistilBertForMaskedLM", IGNORED),
     "t5": ("t5", "T5ForConditionalGeneration", {"d_model": 512, "num_layers": 6, "vocab_size": 8000}),
     "t5-uneven": (
         "t5",
@@ -288,6 +294,7 @@ def test_quantized_weights_that_are_trained_are_stated_as_not_counted(
     given = {} if section is None else {"quantization_config": section}
     result = shape(write(tmp_path, **SMALL_LLAMA, **given))
     assert result.quantized == words
+    assert shape(write(tmp_path, **SMALL_LLAMA, quantization=section)).quantized == words, "MLX's key"
     plan = planned(result)
     about = " ".join(plan.about)
     assert ("does not count that" in about) == ("each weight takes 16 bits here" in about) == bool(words)
