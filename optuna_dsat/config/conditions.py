@@ -40,6 +40,10 @@ class Site:
     """Whether gradients are prescaled (``prescale_gradients``, ``gradient_predivide_factor``): ZeRO 2 and 3 then refuse
     ``reduce_scatter``.
     """
+    experts: bool = False
+    """Whether the model has experts of DeepSpeed's MoE: ZeRO 1 and 2 then require ``reduce_scatter``, and ZeRO 2
+    ``contiguous_gradients`` (``DeepSpeedZeroOptimizer._configure_moe_settings``).
+    """
     sequential: bool = False
     """Whether ``stage3_allgather_sequential`` is set: ZeRO 3 then sets its prefetch bucket to 1."""
     nvme_only: bool = False
@@ -75,13 +79,15 @@ def reduces_gradients(params: Mapping[str, Any], site: Site) -> bool:
 
 
 def contiguous_applies(params: Mapping[str, Any], site: Site) -> bool:
-    """Return whether ``contiguous_gradients`` is read."""
+    """Return whether ``contiguous_gradients`` is read, and may be disabled."""
+    if site.experts and stage_of(params) == 2:
+        return False
     return reduces_gradients(params, site) and (stage_of(params) == 3 or not offloads(params))
 
 
 def scatter_applies(params: Mapping[str, Any], site: Site) -> bool:
     """Return whether ``reduce_scatter`` is read, and allowed."""
-    if not reduces_gradients(params, site):
+    if not reduces_gradients(params, site) or (site.experts and stage_of(params) < 3):
         return False
     if contiguous_applies(params, site) and not params.get("contiguous_gradients", True):
         return False

@@ -243,13 +243,9 @@ class _Builder:
         return self._request.nodes * self._request.ranks_per_node
 
     def _site(self, *, nvme_only: bool) -> Site:
-        return site_of(
-            self._plain,
-            pipeline=self._request.pipeline,
-            nvme_only=nvme_only,
-            one_rank=self._world_size == 1,
-            owned=self._owned,
-        )
+        pipeline, one_rank = self._request.pipeline, self._world_size == 1
+        site = site_of(self._plain, pipeline=pipeline, nvme_only=nvme_only, one_rank=one_rank, owned=self._owned)
+        return replace(site, experts="Experts" in self._request.leaf_classes)  # the class in deepspeed.moe.experts
 
     def _swap_settings(self) -> dict[str, int]:
         """Return the settings of parameters on NVMe; empty before the model is known."""

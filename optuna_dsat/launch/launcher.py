@@ -337,7 +337,7 @@ class TorchrunLauncher:
             return report
         if not (report.outcome in _BY_CHANCE and launch.log.last_step):
             changes = {} if report.outcome is Outcome.OUT_OF_DATA else launch.changes  # whatever the setting
-            self._learn_limit(changes, report.cause.removeprefix(f"{NotLiveError.__name__}: "))
+            self._learn_limit(changes, re.sub(rf"^{NotLiveError.__name__}[^:]*: ", "", report.cause))
         return replace(report, afresh=True)
 
     def _conclude(self, launch: Launch, note: str) -> LaunchReport | None:
@@ -364,7 +364,8 @@ class TorchrunLauncher:
     def _learn_limit(self, changes: Mapping[str, Any], why: str) -> None:
         """Stop changing the setting in running engines that most likely made a continued launch fail."""
         keys = (MICRO_BATCH, GRADIENT_ACCUMULATION) if _OF_BATCHES.search(why) else (GRADIENT_ACCUMULATION, MICRO_BATCH)
-        key = next((key for key in keys if key in changes), None)
+        named = (key for key in changes if key.rpartition(".")[2] in why)
+        key = next((key for key in (*named, *keys) if key in changes), None)
         what = "" if key is None else f" with another {key}"
         if key is None:
             self._continues = False

@@ -165,6 +165,13 @@ def test_prescaled_gradients_turn_reduce_scatter_off_where_deepspeed_refuses_it(
             assert zero["reduce_scatter"] is False
 
 
+def test_a_mixture_of_experts_keeps_what_deepspeed_requires_of_it() -> None:
+    """Trials without were launched twice, to be refused by DeepSpeed's assertions."""
+    drawn = draw(make(leaf_classes=("Experts",), zero_stages=(1, 2)), 60)
+    assert not any("reduce_scatter" in params for params in drawn)
+    assert {params["zero_stage"] for params in drawn if "contiguous_gradients" in params} == {1}
+
+
 def test_sizes_beyond_the_model_become_one_choice() -> None:
     choices = {tuned.name: tuned.choices for tuned in make().knobs}
     assert choices["reduce_bucket_size"] == (1_000_000, 1_400_000)

@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 
 from optuna_dsat.errors import ScriptFailedError
-from optuna_dsat.launch.launcher import TorchrunLauncher, _changes_for
+from optuna_dsat.launch.launcher import TorchrunLauncher, _changes_for, local_launcher
+from optuna_dsat.launch.machine.devices import cpu_devices
 from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import EngineReady, StepMeasured
 from optuna_dsat.runtime.measure.live import order_next
+from optuna_dsat.runtime.overlay import MICRO_BATCH
 from tests.harness.launches import DS_CONFIG, events, reports, request, updates_until, updates_until_finished
 
 from .test_torchrun import assert_gone
@@ -166,6 +168,19 @@ def test_a_script_whose_steps_suffice_for_one_trial_is_launched_for_each(run: Ru
     other, _ = run("knob", *options, config={"zero_optimization": {"stage": 1, "reduce_bucket_size": 1000}})
     assert other.root == ""
     assert any(n.startswith("Trials are launched one by one, as one in a running engine failed") for n in notices)
+
+
+def test_a_setting_that_an_engine_refuses_by_name_is_not_changed_again(tmp_path: Path) -> None:
+    """The micro-batch, which changed as well, was then no longer changed in running engines."""
+    notices: list[str] = []
+    made = local_launcher(tmp_path, devices=cpu_devices(2), base_env={}, warm=False, on_notice=notices.append)
+    refused = "zero_optimization.reduce_scatter"
+    made._learn_limit({MICRO_BATCH: 8, refused: False}, "a mixture of experts needs reduce_scatter")
+    assert made._not_followed == {refused}
+    assert notices == [
+        f"Trials with another {refused} are launched one by one, as a running engine did not follow: a mixture of "
+        "experts needs reduce_scatter."
+    ]
 
 
 def test_a_loader_that_never_reaches_the_size_is_launched_afresh(run: Run) -> None:

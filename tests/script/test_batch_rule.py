@@ -48,7 +48,7 @@ def test_a_held_batch_is_not_compared_with_the_config() -> None:
     assert BatchRule(kind="option", own=4, option="--b").source(ranks=2) == {}
 
 
-@pytest.mark.parametrize("name", ["--batch-size", "--bs", "-b", "--mbs", "--micro", "train.batch=", "--per_device_bsz"])
+@pytest.mark.parametrize("name", ["--bs", "-b", "--bz", "--mb", "--mbs", "--micro", "train.batch=", "--per_device_bsz"])
 def test_names_that_mean_a_batch_size(name: str) -> None:
     rules = guesses(found(options={name: 4}, loaders=[loader()]), own=4, ranks=1)
     assert [rule.kind for rule in rules] == ["option", "loader"]

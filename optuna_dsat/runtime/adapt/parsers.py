@@ -15,7 +15,7 @@ from typing import Any
 from optuna_dsat.runtime.imports import patch
 from optuna_dsat.runtime.user_code import is_size, is_stage
 
-_BATCH = re.compile(r"batch|(^|[-_.])(m?bsz?|mbs|micro|b)(=?$|[-_.=])", re.IGNORECASE)
+_BATCH = re.compile(r"batch|(^|[-_.])(m?bsz?|mbs|micro|b|bz|bsize)(=?$|[-_.=])|^-*mb=?$", re.IGNORECASE)
 """Names of batch sizes."""
 _ELSEWHERE = re.compile(r"eval|valid|test|predict|infer|generat", re.IGNORECASE)
 """Names of batch sizes outside of training."""
