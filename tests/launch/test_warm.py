@@ -329,11 +329,16 @@ class TestWhatMustNotBeImported:
             ("odd_package",) if left_out else ()
         )
 
-    def test_imports_that_end_the_process_are_not_repeated(self, warm: Forking, tmp_path: Path) -> None:
-        (tmp_path / "ending.py").write_text("import os\nos.write(1, b'import\\n')\nos._exit(3)")
+    @pytest.mark.parametrize(
+        ("module", "end", "code"), [("ending", "os._exit(3)", 3), ("sitecustomize", "del os.pidfd_open", 1)]
+    )
+    def test_imports_that_end_the_process_are_not_repeated(
+        self, warm: Forking, tmp_path: Path, module: str, end: str, code: int
+    ) -> None:
+        (tmp_path / f"{module}.py").write_text(f"import os\nos.write(1, b'import\\n')\n{end}")
         with pytest.raises(WarmUnavailableError, match="has ended"):
             self.start(warm, tmp_path, "ending")
-        with pytest.raises(WarmUnavailableError, match="ended with exit code 3"):
+        with pytest.raises(WarmUnavailableError, match=f"ended with exit code {code}"):
             warm._begin({**BASE_ENV, "PYTHONPATH": str(tmp_path), "DS_ACCELERATOR": "cpu"}, python=sys.executable)
         assert (tmp_path / "warm.log").read_text().count("import") == 1
 

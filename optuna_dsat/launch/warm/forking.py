@@ -17,10 +17,10 @@ from optuna_dsat.launch.launch import FailedFork, Launch
 from optuna_dsat.launch.machine.processes import new_mark
 from optuna_dsat.launch.protocol import Verdict
 from optuna_dsat.launch.run_directory import RANK_VARIABLES, TRACKER_FOLDERS, PreparedLaunch
-from optuna_dsat.launch.warm.server import ForkServer, WarmAgent, WarmUnavailableError, can_fork
+from optuna_dsat.launch.warm.server import ForkServer, WarmAgent, WarmUnavailableError
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.agent.preload import Preload
-from optuna_dsat.runtime.agent.processes import MARK_ENV
+from optuna_dsat.runtime.agent.processes import MARK_ENV, can_fork
 from optuna_dsat.runtime.rank import LAUNCH_ENV
 
 IMPORTING = "importing torch, DeepSpeed and what the script imports"
@@ -241,7 +241,7 @@ class Forking:
         server.close()
         code = server.process.returncode
         if self._preloads_pending and code is not None and code >= 0:  # by itself: the next one would as well
-            self._failed = f"importing what the script imports ended with exit code {code}; see {server.log}"
+            self._failed = f"the process that launches are forked from ended with exit code {code}; see {server.log}"
 
     def _order_preload(self, server: ForkServer) -> None:
         server.order(do="preload", preload=self.preload.to_json(), watched=sorted(_WATCHED))

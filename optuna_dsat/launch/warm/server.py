@@ -37,11 +37,6 @@ class WarmUnavailableError(RuntimeError):
     """Launches cannot be forked, for the reason in the message; plain torchrun is used instead."""
 
 
-def can_fork() -> bool:
-    """Return whether this platform supports warm launches: it has pidfds (Linux 5.3)."""
-    return hasattr(os, "pidfd_open")
-
-
 class WarmAgent:
     """A torchrun forked by the server (an ``AgentHandle``).
 

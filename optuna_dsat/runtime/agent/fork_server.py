@@ -23,7 +23,14 @@ from optuna_dsat.runtime.agent import torchrun
 from optuna_dsat.runtime.agent.cuda import driver_is_initialised
 from optuna_dsat.runtime.agent.forked import ParentState, become_agent, fork_child, forked_ranks
 from optuna_dsat.runtime.agent.preload import Preload, load
-from optuna_dsat.runtime.agent.processes import ProcessKey, adopt_orphans, end_children, own_children, take_mark
+from optuna_dsat.runtime.agent.processes import (
+    ProcessKey,
+    adopt_orphans,
+    can_fork,
+    end_children,
+    own_children,
+    take_mark,
+)
 from optuna_dsat.runtime.process import die_with_parent
 
 
@@ -125,6 +132,8 @@ def main(argv: list[str]) -> int:
     """Serve the tuner at the other end of the socket; return the exit code."""
     control, tuner = socket.socket(fileno=int(argv[0])), int(argv[1])
     die_with_parent(tuner)
+    if not can_fork():
+        sys.exit("Warm launches need pidfds: a system of Linux 5.3 or newer, and a Python built for that.")
     adopt_orphans()
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the tuner is gone
         _ForkServer(control).run()
