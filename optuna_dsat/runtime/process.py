@@ -338,11 +338,17 @@ def redirect_output(log_dir: Path, rank: int) -> None:
     os.dup2(reader, 0)
     os.close(reader)
     sys.stdin = _SilentInput(io.FileIO(0, closefd=False), encoding="utf-8")
-    for stream, name in ((sys.stdout, "stdout"), (sys.stderr, "stderr")):
-        stream.flush()
+    _flush_output()
+    for number, name in ((1, "stdout"), (2, "stderr")):
         target = os.open(log_dir / f"rank{rank}.{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(target, 1 if name == "stdout" else 2)
+        os.dup2(target, number)
         os.close(target)
+
+
+def _flush_output() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # a full disk, or a stream that the script has closed or replaced
+            stream.flush()
 
 
 def end_process(code: int) -> NoReturn:
@@ -352,11 +358,7 @@ def end_process(code: int) -> NoReturn:
     multiprocessing = sys.modules.get("multiprocessing")
     for worker in multiprocessing.active_children() if multiprocessing is not None else ():
         worker.kill()  # data loader workers otherwise outlive this process by seconds
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):  # a full disk, or a stream the script has closed
-            continue
+    _flush_output()
     ctypes.CDLL(None).fflush(None)
     unlink_shared_buffers()
     os._exit(code)

@@ -33,6 +33,7 @@ def test_a_script_sees_what_it_would_without_the_runtime(start: Starter, command
     [
         ("", 0, "script_end", ""),
         ("exit0", 0, "script_end", ""),
+        ("silent", 0, "script_end", ""),
         ("exit7", 7, "exit_code_7", ""),
         ("text", 1, "exit_code_1", "that is all\n"),
     ],
