@@ -26,7 +26,7 @@ from optuna_dsat.integrations.deepspeed_trial import (
 from optuna_dsat.integrations.deepspeed_trial.context import check_engine
 from optuna_dsat.integrations.deepspeed_trial.loaders import BatchPlan, PlainBatches, Position, Shard, training_batches
 from optuna_dsat.integrations.deepspeed_trial.metrics import Averages, MetricsFile
-from optuna_dsat.integrations.deepspeed_trial.training import _checked
+from optuna_dsat.integrations.deepspeed_trial.training import Training, _checked
 from optuna_dsat.launch.agent.command import launch_environment
 from optuna_dsat.launch.machine.devices import cpu_devices
 from optuna_dsat.launch.run_directory import RunDirectory
@@ -316,6 +316,13 @@ def test_a_stop_is_requested_by_a_bool() -> None:
     assert given.get_stop_requested()
     with pytest.raises(TypeError, match="takes a bool; got 'yes'"):
         given.set_stop_requested("yes")  # type: ignore[arg-type]
+
+
+def test_all_ranks_resume_from_what_the_first_has_found(tmp_path: Path) -> None:
+    training: Any = object.__new__(Training)
+    training._ranks = SimpleNamespace(broadcast=lambda _: tmp_path / "batches-00000004")
+    with pytest.raises(FileExistsError, match="holds checkpoints"):
+        training._start(SimpleNamespace(folder=tmp_path), resume=False)
 
 
 def test_callbacks_are_a_mapping_of_names() -> None:

@@ -242,8 +242,8 @@ class Training:
         self._call("on_checkpoint_upload_end", folder.name)
 
     def _start(self, checkpoints: Checkpoints | None, *, resume: bool) -> None:
-        newest = None if checkpoints is None else newest_checkpoint(checkpoints.folder)
-        self._ranks.allgather(None)  # barrier: all ranks must look before any rank writes
+        # The first rank looks for all: a file system of the network may show others an earlier state.
+        newest = self._ranks.broadcast(None if checkpoints is None else newest_checkpoint(checkpoints.folder))
         if checkpoints is None or newest is None:
             self._call("on_trial_startup", 0, None)
             return
