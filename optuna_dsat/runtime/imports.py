@@ -98,9 +98,10 @@ class ImportWatch(MetaPathFinder):
 _OWN_PACKAGE = "optuna_dsat"
 _STANDARD_LIBRARY = getattr(sys, "stdlib_module_names", frozenset(sys.builtin_module_names))  # since Python 3.10
 
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Read when CUDA is initialized, hence in the rank itself; only the allocator's ``backend`` is chosen when torch is
-imported (observed with torch 2.13)."""
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""All versions of torch read the first. Older ones do not know the second, and 2.9 enables no expandable segments by it
+(pytorch issue 183387). Read when CUDA is initialized, hence in the rank itself; only the allocator's ``backend`` is
+chosen when torch is imported (observed with torch 2.13)."""
 
 
 _Text = TypeVar("_Text")

@@ -35,8 +35,8 @@ def golden_request(**changes: Any) -> LaunchRequest:
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_the_allocator_of_gpus_has_growing_segments_unless_the_user_sets_it(name: str) -> None:
-    assert environment({}, kind="cuda")["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
-    assert "PYTORCH_ALLOC_CONF" not in environment({}, kind="cpu")
+    assert environment({}, kind="cuda")["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in environment({}, kind="cpu")
     own = environment({name: "max_split_size_mb:128"}, kind="cuda")
     assert {key: value for key, value in own.items() if key.endswith("ALLOC_CONF")} == {name: "max_split_size_mb:128"}
 

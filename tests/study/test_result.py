@@ -218,7 +218,7 @@ def test_a_checkpoint_that_the_best_config_cannot_load_is_named(stages: tuple[in
 def test_an_allocator_that_the_user_does_not_set_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTORCH_ALLOC_CONF")
     command, _ = training_command(spec(), {}, BEST)
-    assert command.startswith("env PYTORCH_ALLOC_CONF=expandable_segments:True torchrun ")
+    assert command.startswith("env PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True torchrun ")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
     command, _ = training_command(spec(), {}, BEST)
     assert command.startswith("torchrun ")
