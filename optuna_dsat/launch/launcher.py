@@ -379,13 +379,10 @@ class TorchrunLauncher:
 
     def stop(self, launch_id: str, *, outcome: Outcome = Outcome.PRUNED, message: str = "") -> None:
         """End a launch at once; its ``Finished`` comes with a later ``poll``. Unknown or ended launches are ignored."""
-        if (waiting := self._waiting.pop(launch_id, None)) is not None and waiting.directory is not None:
-            self._unstarted.append(report_of_unstarted(waiting.request, waiting.directory, outcome, message))
-        elif name := next((name for name, (request, _) in self._ordered.items() if request.launch_id == launch_id), ""):
-            request, _ = self._ordered.pop(name)
-            self._unstarted.append(
-                report_of_unstarted(request, self.run_directory(request.launch_id), outcome, message)
-            )
+        name = next((name for name, (request, _) in self._ordered.items() if request.launch_id == launch_id), "")
+        if launch_id in self.waiting:
+            request = self._ordered.pop(name)[0] if name else self._waiting.pop(launch_id).request
+            self._unstarted.append(report_of_unstarted(request, self.run_directory(launch_id), outcome, message))
         elif (launch := self._running.get(launch_id)) is not None:
             launch.end(Verdict(outcome=outcome, message=message))
 

@@ -6,16 +6,23 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
 from optuna_dsat.launch.follow import SlotWait
+from optuna_dsat.launch.launch import WaitingLaunch
+from optuna_dsat.launch.launcher import TorchrunLauncher
 from optuna_dsat.launch.machine.nvml import DeviceError
 from optuna_dsat.launch.machine.owners import lock, lock_owner, lock_path, unlock
 from optuna_dsat.launch.machine.slots import only_free
-from optuna_dsat.launch.protocol import Holder
+from optuna_dsat.launch.protocol import Finished, Holder
+from optuna_dsat.launch.warm.forking import Forking
+from optuna_dsat.outcome import Outcome
 from tests.harness import present
+from tests.harness.launches import request
 from tests.harness.nvml_machine import NOT_SUPPORTED, Machine, machine, nvml_libraries, uuid
 
 __all__ = ["machine", "nvml_libraries"]
@@ -254,3 +261,14 @@ def test_only_free_gpus_are_those_without_a_holder_and_the_others_are_named(mach
 def test_all_gpus_are_taken_where_all_are_free(machine: Machine) -> None:
     result = machine.detect()
     assert only_free(result, nvml=machine.nvml(), lock_dir=machine.file.parent) is result
+
+
+def test_a_launch_that_waits_since_its_ranks_died_can_be_stopped(tmp_path: Path) -> None:
+    forking = Forking(tmp_path / "warm.log", enabled=False, on_notice=print)
+    places: Any = SimpleNamespace(advance=lambda _: None, tend=lambda _: None)
+    launcher = TorchrunLauncher(tmp_path, places, forking=forking, on_notice=print)
+    launcher._waiting["trial-0000"] = WaitingLaunch(request=request(tmp_path))  # it was to continue another
+    launcher.stop("trial-0000")
+    [update] = launcher.poll(0.0)
+    assert isinstance(update, Finished)
+    assert update.report.outcome is Outcome.PRUNED
