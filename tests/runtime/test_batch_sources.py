@@ -220,7 +220,7 @@ def test_a_default_that_is_there_stays_and_is_known_if_it_is_a_deepspeed_config(
     if text is not None:
         own.write_text(text)
     result: list[str] = []
-    default_config_option(config, on_found=result.append)
+    default_config_option(config, user_config=str(tmp_path / "gone.json"), on_found=result.append)
     parser = argparse.ArgumentParser()
     parser.add_argument(option, dest="config", default=str(own))
     assert parser.parse_args([]).config == str(own)

@@ -67,7 +67,7 @@ def _is_open(action: argparse.Action, user_config: str) -> bool:
         return True
     if not isinstance(default, str):
         return False
-    return not Path(default).is_file() or (bool(user_config) and Path(default).samefile(user_config))
+    return not Path(default).is_file() or is_same_file(default, user_config)
 
 
 def _is_given_a_name(action: argparse.Action, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
