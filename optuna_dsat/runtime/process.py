@@ -168,14 +168,14 @@ class _RankProcess:
         pid = os.getpid()
 
         @patch(os, "_exit")
-        def exit_at_once(original: Any, code: int) -> None:
+        def exit_at_once(original: Any, status: int) -> None:
             state = self._state
             if (handled := sys.exc_info()[1]) is not None:
                 state.note_error(handled)
             if state.allocation_failures + state.host_allocation_failures and not self._is_done and os.getpid() == pid:
                 with contextlib.suppress(EventWriteError):
-                    self._finish(f"exit_code_{code}")
-            original(code)
+                    self._finish(f"exit_code_{status}")
+            original(status)
 
     def _write_start(self) -> None:
         rank = self._rank

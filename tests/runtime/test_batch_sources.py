@@ -89,12 +89,11 @@ def test_options_are_noted_with_their_defaults() -> None:
 def test_settings_files_are_noted_and_followed(tmp_path: Path, kind: str) -> None:
     path = tmp_path / f"run.{kind}"
     path.write_text(json.dumps({"train": {"batch": 4, "name": "x"}, "epochs": 3}))
-    read = json.load if kind == "json" else yaml.safe_load
     follow = {"kind": "setting", "file": str(path), "key": "train.batch", "own": 4, "scale": 2}
     made = sources(follow)
     read = json.load if kind == "json" else yaml.safe_load
     with path.open() as opened:
-        result = read(opened)
+        result = read(**{"fp" if kind == "json" else "stream": opened})
     assert result == {"train": {"batch": 16, "name": "x"}, "epochs": 3}
     noted = {setting["key"]: setting["value"] for setting in made.event(rank=0).settings}
     assert noted == {"train.batch": 4, "epochs": 3}

@@ -104,7 +104,7 @@ def test_a_script_that_caught_out_of_memory_and_exits_at_once_leaves_a_record(tm
         try:
             raise MemoryError
         except MemoryError:
-            os._exit(3)
+            os._exit(status=3)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
     end = decode_event(events_path(tmp_path, 0).read_text(encoding="utf-8"))
     assert isinstance(end, RankFinished)

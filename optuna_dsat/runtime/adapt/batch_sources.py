@@ -172,9 +172,9 @@ class BatchSources:
             if hasattr(module, name):
 
                 @patch(module, name)
-                def noting(original: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
-                    result = original(source, *args, **kwargs)
-                    self._note_settings(source, result)
+                def noting(original: Any, *args: Any, **kwargs: Any) -> Any:
+                    result = original(*args, **kwargs)
+                    self._note_settings(next(iter((*args, *kwargs.values()))), result)
                     return result
 
     def _watch_loaders(self, loader_class: Any) -> None:
