@@ -45,23 +45,9 @@ _RETRY_HISTORY = "retry_history"
 _FAILED_TRIAL = "failed_trial"
 """System attributes of Optuna's ``RetryHeartbeatStaleTrialCallback``."""
 
-_LAUNCH_ATTRIBUTES = frozenset(
-    {
-        attributes.ATTEMPTS,
-        attributes.CONFIG,
-        attributes.CONFIG_KEY,
-        attributes.ERROR,
-        attributes.LAUNCH_ID,
-        attributes.MESSAGE,
-        attributes.METRICS,
-        attributes.OUTCOME,
-        attributes.OVERLAY,
-        attributes.PEAK_BYTES,
-        attributes.PREDICTED_PEAK_BYTES,
-        attributes.VETOED,
-    }
-)
-"""User attributes that a launch sets; they are not copied to a requeued trial."""
+_WISHES = {attributes.PURPOSE, attributes.PREDICTED_VALUE, attributes.SAME_BATCH, attributes.SIMPLIFIES}
+_LAUNCH_ATTRIBUTES = frozenset(value for name, value in vars(attributes).items() if name.isupper()) - _WISHES
+"""User attributes that a launch sets; of ours, only those of the enqueued trial are copied to a requeued one."""
 
 
 class Reclaimer:

@@ -194,7 +194,9 @@ def test_a_trial_that_decided_nothing_is_drawn_again_as_it_would_have_been(store
 def test_an_enqueued_trial_keeps_its_wishes(store: Store) -> None:
     _, study = start(store)
     study.enqueue_trial({"zero_stage": 3}, user_attrs={attributes.PURPOSE: attributes.USER_CONFIG})
-    store.heartbeat.add(study.ask())
+    store.heartbeat.add(trial := study.ask())
+    for name in (attributes.DATA_LIMIT, attributes.ROOT_LAUNCH, attributes.SKIPPED_STEPS):  # killed before its tell
+        trial.set_user_attr(name, 3)
     pretend(store, **dead())
     store.reclaim_stale(study)
     copy = study.ask()
