@@ -6,6 +6,7 @@ process, on our own connection and with our own version table, without changing 
 
 from __future__ import annotations
 
+import shlex
 import sqlite3
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
@@ -109,7 +110,7 @@ def require_usable(database: Database) -> SchemaState:
         raise StorageUrlError(
             f"The database {database.shown} was made by an older optuna-dsat "
             f"(schema {current(database)}, this version uses {head()}). "
-            f"Stop its workers and run: optuna-dsat db upgrade --storage '{database.shown}'"
+            f"Stop its workers and run: optuna-dsat db upgrade --storage {shlex.quote(database.shown)}"
         )
     if state is SchemaState.NEWER:
         raise StorageUrlError(
@@ -229,7 +230,7 @@ def _stamped(connection: Connection) -> str | None:
 
 def _other_schema(current: str, head: str, *, shown: str) -> StorageUrlError:
     known = current in {script.revision for script in scripts_in(_MIGRATIONS).walk_revisions()}
-    remedy = f"run: optuna storage upgrade --storage '{shown}'" if known else "install a newer Optuna"
+    remedy = f"run: optuna storage upgrade --storage {shlex.quote(shown)}" if known else "install a newer Optuna"
     return StorageUrlError(
         f"Optuna's own tables in {shown} have the schema {current}, and Optuna {optuna.__version__} uses {head}: "
         f"{remedy}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -90,7 +91,7 @@ class Registry:
                 raise StudyConflictError(
                     f"The study '{name}' exists with another spec "
                     f"({_difference(existing.spec, wanted)}): resume it with "
-                    f"`optuna-dsat resume {name}`, or choose another name with --study."
+                    f"`optuna-dsat resume {shlex.quote(name)}`, or choose another name with --study."
                 )
             return existing
         study_id = self._optuna_study(name, direction)

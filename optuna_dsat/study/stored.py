@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -308,10 +309,11 @@ def check_study(store: Store, spec: StudySpec) -> None:
     begun = has_trials(store, spec.name)
     differing = _differences(stored.identity(), spec.identity())
     if differing and (begun or stored.direction != spec.direction):
+        name = shlex.quote(spec.name)
         raise StudyConflictError(
             f"A study named {spec.name!r} exists in this storage with other settings: {'; '.join(differing)}. "
             f"Give this one another name with --study, continue that one with "
-            f"`optuna-dsat resume {spec.name}`, or delete it with `optuna-dsat delete {spec.name}`."
+            f"`optuna-dsat resume {name}`, or delete it with `optuna-dsat delete {name}`."
         )
 
 

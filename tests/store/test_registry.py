@@ -57,6 +57,12 @@ def test_the_same_spec_joins_and_another_conflicts(store: Store) -> None:
         store.create_study("llama", {**SPEC, "zero_stages": [3]})
 
 
+def test_a_command_in_a_message_is_quoted_for_a_shell(store: Store) -> None:
+    store.create_study("two llamas", SPEC)
+    with pytest.raises(StudyConflictError, match="`optuna-dsat resume 'two llamas'`"):
+        store.create_study("two llamas", {**SPEC, "zero_stages": [3]})
+
+
 def test_a_foreign_study_is_left_alone(store: Store) -> None:
     study = optuna.create_study(study_name="foreign", storage=store.storage, direction="maximize")
     study.add_trial(optuna.create_trial(value=1.0))

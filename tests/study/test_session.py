@@ -114,7 +114,7 @@ class OnePiece(Hill):
 
 
 def test_a_phase_that_the_engine_does_not_show_is_not_optimised(bench: StudyBench) -> None:
-    with pytest.raises(UsageError, match="--metric forward: .* --metric latency"):
+    with pytest.raises(UsageError, match=r"--metric forward: .* --metric latency"):
         bench.run(bench.spec(metric="forward", max_trials=4), OnePiece())
 
 
