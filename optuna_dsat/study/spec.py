@@ -135,10 +135,11 @@ class StudySpec(_Frozen, SearchSettings):
             raise ValueError(
                 f"--end-profile-step is {self.end_profile_step}, before --start-profile-step {self.start_profile_step}"
             )
-        if self.train_batch_size is not None and self.train_batch_size % self.slots_per_trial:
+        ranks = self.data_parallel_ranks
+        if self.train_batch_size is not None and self.train_batch_size % ranks:
             raise ValueError(
-                f"--train-batch-size is {self.train_batch_size}, no multiple of the {self.slots_per_trial} ranks "
-                "of a launch"
+                f"--train-batch-size is {self.train_batch_size}, no multiple of the {ranks} ranks of a launch that "
+                "train different samples"
             )
         if self.batch == "keep" and self.train_batch_size is not None:
             raise ValueError(
@@ -146,10 +147,8 @@ class StudySpec(_Frozen, SearchSettings):
                 "give one of them"
             )
         most = self.max_train_batch_size
-        if most is not None and most < self.slots_per_trial:
-            raise ValueError(
-                f"--max-train-batch-size is {most}, less than one sample for each of {self.slots_per_trial} ranks"
-            )
+        if most is not None and most < ranks:
+            raise ValueError(f"--max-train-batch-size is {most}, less than one sample for each of {ranks} ranks")
         if self.slots_per_trial % self.nodes_per_trial:
             raise ValueError(
                 f"--nodes-per-trial is {self.nodes_per_trial}, over which {self.slots_per_trial} ranks cannot be "

@@ -134,3 +134,11 @@ def test_the_batch_of_a_pipeline_is_no_contradiction_before_its_stages_are_known
     config, _ = user_config(pipeline)
     assert (config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]) == (8, 2)
     assert space_of(pipeline, None).micro_batches[0] <= 8
+
+
+def test_a_global_batch_is_a_multiple_of_the_ranks_that_train_different_samples() -> None:
+    sizes = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2}
+    pipeline = spec(ds_config=sizes, slots_per_trial=2, train_batch_size=5, max_train_batch_size=1)
+    assert user_config(pipeline)[0]["train_micro_batch_size_per_gpu"] == 5
+    with pytest.raises(UsageError, match="--train-batch-size is 5, no multiple of the 2 ranks"):
+        spec(slots_per_trial=2, train_batch_size=5)
