@@ -86,7 +86,14 @@ def test_without_a_trainer_nothing_changes() -> None:
 
 @pytest.mark.parametrize(
     ("args", "expected"),
-    [(("--bs", "6"), 6), (("--x", "--bs=5"), 5), (("--bs", "many"), 1), (("--bs",), 1), (("--bsx", "6"), 1)],
+    [
+        (("--bs", "6"), 6),
+        (("--x", "--bs=5"), 5),
+        (("--bs", "many"), 1),
+        (("--bs",), 1),
+        (("--bsx", "6"), 1),
+        (("--bs=6", "--bs", "4"), 4),
+    ],
 )
 def test_the_option_of_a_mapping_says_what_the_config_leaves_open(args: tuple[str, ...], expected: int) -> None:
     script = {"args": args, "arg_mappings": {"train_micro_batch_size_per_gpu": "--bs"}}

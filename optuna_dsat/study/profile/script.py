@@ -148,15 +148,17 @@ def _is_open(value: Any) -> bool:
 
 
 def _mapped_value(spec: StudySpec, key: str, defaults: Mapping[str, int]) -> int | None:
-    """Return the positive integer of the option mapped to a key, passed or by default; None without any."""
-    option = spec.script.arg_mappings.get(key)
-    args = spec.script.args
+    """Return the positive integer of the option mapped to a key, passed (the last counts) or by default; else None."""
+    option, args = spec.script.arg_mappings.get(key), spec.script.args
+    if option is None:
+        return None
+    value = defaults.get(option)
     for index, arg in enumerate(args):
-        name, equals, value = arg.partition("=")
-        text = value if equals else "".join(args[index + 1 : index + 2])
-        if name == option and text.isdigit():
-            return int(text) or None
-    return None if option is None else defaults.get(option)
+        name, equals, joined = arg.partition("=")
+        text = joined if equals else "".join(args[index + 1 : index + 2])
+        if name.replace("_", "-") == option.replace("_", "-") and text.isdecimal():
+            value = int(text)
+    return value or None
 
 
 def _as_given(option: str, args: Sequence[str]) -> str:
