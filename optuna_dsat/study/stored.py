@@ -129,7 +129,7 @@ class StoredStudy:
 
         return PriorKnowledge.from_json(known)
 
-    @property
+    @cached_property
     def space(self) -> SearchSpace:
         """The search space; before the profile launch it is not yet capped by the model's size."""
         return space_of(self.spec, self.profiled)
