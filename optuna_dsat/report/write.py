@@ -173,15 +173,15 @@ def _course(view: StudyView) -> Iterator[tuple[float, float]]:
         trial.number: (trial.user_attrs.get(attributes.METRICS) or {}).get("throughput") for trial in view.measured
     }
     began, best = min(row.report.started_at for row in view.launches), 0.0
-    ends = [
-        (row.report.started_at + row.report.held_s, rates.get(row.trial_number))
+    ends = {  # of the last attempt at each trial
+        row.trial_number: row.report.started_at + row.report.held_s
         for row in view.launches
         if row.purpose == "trial" and row.trial_number is not None
-    ]
-    ends.sort(key=lambda item: item[0])
-    for place, (end, rate) in enumerate(ends, start=1):
-        if (rate or 0.0) > best or (best > 0 and place == len(ends)):
-            best = max(best, rate or 0.0)
+    }
+    for place, (number, end) in enumerate(sorted(ends.items(), key=lambda item: item[1]), start=1):
+        rate = rates.get(number) or 0.0
+        if rate > best or (best > 0 and place == len(ends)):
+            best = max(best, rate)
             yield end - began, best
 
 

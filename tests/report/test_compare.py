@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from optuna_dsat.report.dashboard.notes import study_note
 from optuna_dsat.report.figures import ComparedStudy, comparison_figure
 from optuna_dsat.report.page import render
 from optuna_dsat.report.view import StudyView
-from optuna_dsat.report.write import render_comparison, rows_of, setting_rows
+from optuna_dsat.report.write import _course, render_comparison, rows_of, setting_rows
 from optuna_dsat.store import Store
 from optuna_dsat.words import metric_in_words, times_in_words
 from tests.harness.entry_points import leave
@@ -151,6 +152,16 @@ def test_studies_of_other_arguments_or_of_one_size_are_no_sweep(bench: ReportedS
     for names in ("ab", "ac"):
         views = tuple(bench.view(name) for name in names)
         assert "scaling" not in [row.name for row in rows_of(views)], names
+
+
+def test_a_rate_is_reached_at_the_end_of_the_attempt_that_measured_it(two: ReportedStudyBench) -> None:
+    view = two.view()
+    assert view.best is not None
+    first = next(row for row in view.launches if row.trial_number == view.best.number)
+    later = replace(first.report, started_at=first.report.started_at + 1000.0)
+    retried = replace(view, launches=(*view.launches, replace(first, report=later, attempt=1)))
+    reached = next(seconds for seconds, rate in _course(retried) if rate == view.best.samples_per_s)
+    assert reached > 1000.0
 
 
 def test_long_names_leave_room_for_bars_and_what_was_not_measured_says_so() -> None:
