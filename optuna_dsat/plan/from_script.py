@@ -79,6 +79,7 @@ def _subject(spec: StudySpec, profiled: Profiled, machine: Priors, *, ranks: int
         config=spec.ds_config,
         machine=machine,
         pipeline=profiled.pipeline,
+        ranks_per_sample=spec.slots_per_trial // profiled.data_parallel_size,
         nvme_path=spec.nvme_folder,
         peak_flops=peak_flops(gpu_of_device(profile.device_name), spec.ds_config, param_bytes=profile.param_bytes),
     )

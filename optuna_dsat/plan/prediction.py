@@ -41,6 +41,8 @@ class Subject:
     memory_margin: float = 0.05
     """Share of the device's memory to leave free."""
     pipeline: bool = False
+    ranks_per_sample: int = 1
+    """Ranks that train on the same samples, such as the stages of a pipeline."""
     nvme_path: str | None = None
     """Folder on NVMe that exists on every host; None without NVMe."""
     seq_length: int | None = None
@@ -49,6 +51,11 @@ class Subject:
     """Peak FLOPS of a device in the precision of the config; None if unknown."""
     model_flops_per_sample: int | None = None
     """FLOPs per sample without recomputation; None for the profile's FLOPs."""
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks that train on different samples."""
+        return max(1, self.hardware.world_size // self.ranks_per_sample)
 
     @property
     def usable_bytes(self) -> int:
@@ -119,7 +126,7 @@ def predict_steps(
     spread = np.sqrt(np.einsum("kn,kl,ln->n", relative, fitted.covariance, relative) + _FORMULA_ERROR**2)
     bounds = model.bounds(fitted.mean, columns, size, steps, fill)
     shown = np.sum(list(bounds.values()), axis=0)
-    rates = size * steps * subject.hardware.world_size / total
+    rates = size * steps * subject.data_parallel_size / total
     tokens_of_rank = None if subject.seq_length is None else subject.seq_length / subject.hardware.world_size
     return [
         StepPrediction(
@@ -140,4 +147,6 @@ def _mfu(subject: Subject, samples_per_s: float) -> float | None:
     each = subject.model_flops_per_sample or subject.profile.flops_per_sample
     if subject.peak_flops is None or each <= 0:
         return None
-    return each * samples_per_s / (subject.peak_flops * subject.hardware.world_size)
+    # A pipeline's profile counts the operations of a stage.
+    devices = subject.data_parallel_size if subject.pipeline else subject.hardware.world_size
+    return each * samples_per_s / (subject.peak_flops * devices)

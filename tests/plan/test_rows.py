@@ -219,6 +219,14 @@ def test_tokens_and_utilisation_are_told_where_length_and_peak_are_known() -> No
     assert result.mfu < 0.45, "recomputed operations are none of the model's"
 
 
+def test_the_stages_of_a_pipeline_train_on_the_same_samples() -> None:
+    whole = replace(subject(gpt(1.3), "a100-80g", 8), peak_flops=312e12)
+    pipeline = replace(whole, pipeline=True, ranks_per_sample=4)
+    each, staged = (predict_steps(item, [whole.config], [8])[0] for item in (whole, pipeline))
+    assert staged.samples_per_s == pytest.approx(each.samples_per_s / 4)
+    assert staged.mfu == pytest.approx(each.mfu), "the profile counts a stage's operations"
+
+
 def test_a_peak_is_known_in_half_precision_only_and_for_bf16_where_the_gpu_has_it() -> None:
     bf16 = {"bf16": {"enabled": True}}
     assert peak_flops(find_gpu("t4"), {"fp16": {"enabled": True}}, param_bytes=2) == 65e12
