@@ -54,6 +54,7 @@ def plan_script(
             )
         store.save_profile(mark, profiled.to_json(), study_uuid="")
         origin = f"measured with {profiled.measured_with}"
+    spec = profiled.followed_by(spec)
     ranks = hardware_of(spec, profiled).world_size * nodes
     machine = priors_of_device(profiled.profile.device_name, device=spec.device, ranks=ranks)
     if network_gbit_per_s is not None:

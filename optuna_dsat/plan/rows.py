@@ -161,12 +161,14 @@ def _structures(subject: Subject) -> Iterator[Structure]:
 
 
 def _config(subject: Subject, structure: Structure, *, copy_ranks: int) -> dict[str, Any]:
-    """Return the user's config with a structure, without batch sizes; its other offload settings are kept."""
+    """Return the user's config with a structure, without batch sizes; its other offload settings are kept.
+
+    What is ``"auto"``, left to the script's library, is DeepSpeed's default.
+    """
     base = ds_config.effective(subject.config)
     own = base.get("zero_optimization") or {}
-    zero = structure.zero_section(
-        nvme_path=subject.nvme_path, swap_settings=swap_settings(subject.profile, base, subject.hardware)
-    )
+    swap = swap_settings(subject.profile, base, subject.hardware)
+    zero = {**_unset(own), **structure.zero_section(nvme_path=subject.nvme_path, swap_settings=swap)}
     for key in ("offload_optimizer", "offload_param"):
         if zero[key] is not None:
             kept = own.get(key)
@@ -174,7 +176,12 @@ def _config(subject: Subject, structure: Structure, *, copy_ranks: int) -> dict[
     if subject.hardware.nodes > 1:
         zero[PARTITION_COPY] = copy_ranks if copy_ranks > 1 else None
     batch = {ds_config.TRAIN_BATCH: None, ds_config.MICRO_BATCH: None}
-    return ds_config.merge(base, {**batch, "zero_optimization": zero})
+    return ds_config.merge(base, {**_unset(base), **batch, "zero_optimization": zero})
+
+
+def _unset(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the overlay that removes what is ``"auto"``."""
+    return dict.fromkeys(key for key, value in section.items() if value == ds_config.AUTO)
 
 
 def _row(subject: Subject, structure: Structure, *, copy_ranks: int = 1) -> PlannedRow:

@@ -9,6 +9,8 @@ import pytest
 from optuna_dsat.cli.plan import _print_text
 from optuna_dsat.plan.from_script import plan_script
 from optuna_dsat.plan.rows import Plan, plan_rows
+from optuna_dsat.study.profile.profile import measure_profile
+from optuna_dsat.study.profile.profiled import Profiled
 from tests.harness.landscapes import Hill
 from tests.harness.simulated import SimulatedLauncher
 from tests.harness.studies import StudyBench
@@ -58,6 +60,15 @@ def test_a_profile_is_measured_once_and_searches_sharpen_the_plan(bench: StudyBe
     assert sharp.predicted.high_s / sharp.predicted.low_s < 0.5 * vague.predicted.high_s / vague.predicted.low_s
     true_s = 0.03 * (sharp.micro_batch + 4) + 0.02
     assert sharp.predicted.low_s < true_s < sharp.predicted.high_s
+
+
+def test_what_the_script_sets_itself_is_planned(bench: StudyBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(*args: Any, **keywords: Any) -> Profiled:
+        profiled = measure_profile(*args, **keywords)
+        return replace(profiled, config_differences={"gradient_accumulation_steps": [4, "auto"]})
+
+    monkeypatch.setattr("optuna_dsat.plan.from_script.measure_profile", measured)
+    assert {row.config["gradient_accumulation_steps"] for row in planned(bench, [], name="p").rows} == {4}
 
 
 def test_a_launch_here_plans_for_several_hosts_like_this_one(bench: StudyBench) -> None:

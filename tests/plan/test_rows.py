@@ -219,6 +219,24 @@ def test_tokens_and_utilisation_are_told_where_length_and_peak_are_known() -> No
     assert result.mfu < 0.45, "recomputed operations are none of the model's"
 
 
+def test_what_a_library_fills_in_is_planned_by_deepspeeds_defaults() -> None:
+    zero = {"stage": 2, "overlap_comm": True}
+    left = {"reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}
+    plain = subject(gpt(1.3), "a100-80g", 8, zero_optimization=zero)
+    open_ = subject(
+        gpt(1.3),
+        "a100-80g",
+        8,
+        train_batch_size="auto",
+        gradient_accumulation_steps="auto",
+        gradient_clipping="auto",
+        zero_optimization={**zero, **left},
+    )
+    (first, other) = (plan_rows(item) for item in (plain, open_))
+    assert other == first
+    assert advise(Plan(subject=open_, rows=other)) == advise(Plan(subject=plain, rows=first))
+
+
 def test_the_stages_of_a_pipeline_train_on_the_same_samples() -> None:
     whole = replace(subject(gpt(1.3), "a100-80g", 8), peak_flops=312e12)
     pipeline = replace(whole, pipeline=True, ranks_per_sample=4)
