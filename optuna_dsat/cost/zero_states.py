@@ -43,8 +43,7 @@ def optimizer_bytes_per_param(config: Mapping[str, Any], profiled_optimizer: str
     section = config.get("optimizer") or {}
     name = str(section.get("type") or profiled_optimizer).lower()
     if name in ("sgd", "musgd"):
-        momentum = (section.get("params") or {}).get("momentum", 0)
-        return 4 if momentum == configs.AUTO or momentum > 0 else 0
+        return 0 if (section.get("params") or {}).get("momentum") in (None, 0) else 4
     return _OPTIMIZER_BYTES.get(name, 8)
 
 

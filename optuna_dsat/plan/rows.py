@@ -180,8 +180,8 @@ def _config(subject: Subject, structure: Structure, *, copy_ranks: int) -> dict[
 
 
 def _unset(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the overlay that removes what is ``"auto"``."""
-    return dict.fromkeys(key for key, value in section.items() if value == ds_config.AUTO)
+    """Return the overlay that removes texts: ``"auto"`` and ``"all"``; no text matters for a plan."""
+    return dict.fromkeys(key for key, value in section.items() if isinstance(value, str))
 
 
 def _row(subject: Subject, structure: Structure, *, copy_ranks: int = 1) -> PlannedRow:

@@ -137,6 +137,8 @@ def test_fp32_training_keeps_a_master_copy_only_with_zero() -> None:
         ({"type": "AdamW"}, "SGD", 8),
         ({}, "SGD", 0),
         ({"type": "SGD", "params": {"momentum": 0.9}}, "", 4),
+        ({"type": "SGD", "params": {"momentum": "auto"}}, "", 4),
+        ({"type": "SGD", "params": {"momentum": None}}, "", 0),
         ({"type": "Lion"}, "", 4),
         ({"type": "Adagrad"}, "", 4),
         ({}, "Adafactor", 0),
