@@ -91,9 +91,8 @@ def test_settings_files_are_noted_and_followed(tmp_path: Path, kind: str) -> Non
     path.write_text(json.dumps({"train": {"batch": 4, "name": "x"}, "epochs": 3}))
     follow = {"kind": "setting", "file": str(path), "key": "train.batch", "own": 4, "scale": 2}
     made = sources(follow)
-    read = json.load if kind == "json" else yaml.safe_load
     with path.open() as opened:
-        result = read(**{"fp" if kind == "json" else "stream": opened})
+        result = json.load(fp=opened) if kind == "json" else yaml.safe_load(stream=opened)
     assert result == {"train": {"batch": 16, "name": "x"}, "epochs": 3}
     noted = {setting["key"]: setting["value"] for setting in made.event(rank=0).settings}
     assert noted == {"train.batch": 4, "epochs": 3}

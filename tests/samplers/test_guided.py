@@ -60,8 +60,7 @@ def test_problems_of_one_model_machine_and_space_share_their_table_and_others_do
 @pytest.mark.parametrize(("ranks", "rate"), [(None, 12.0), (2, 6.0)])
 def test_a_rate_counts_the_ranks_that_train_different_samples(ranks: int | None, rate: float) -> None:
     """Three samples of a rank in a second: the stages of a pipeline share theirs."""
-    given = {"profile": PROFILE, "hardware": HARDWARE, "config": CONFIG, "space": small_space()}
-    problem = Problem(**given, data_parallel_size=ranks)
+    problem = Problem(profile=PROFILE, hardware=HARDWARE, data_parallel_size=ranks, config=CONFIG, space=small_space())
     log_objective = problem.log_objective(np.full((4, 1), 0.25), np.array([3.0]))
     assert problem.metric_of(float(log_objective[0])) == pytest.approx(rate)
 
