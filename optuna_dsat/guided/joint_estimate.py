@@ -39,7 +39,9 @@ class JointEstimate(Record):
     def given(self, values: Mapping[int, Mapping[int, float]], *, noise: float, maximize: bool) -> JointEstimate:
         """Return the distribution conditioned on rounds (trial -> round -> metric), each with an unknown effect.
 
-        Bayesian linear regression (Bishop 2006, section 3.3) with a flat prior on each round's effect.
+        Bayesian linear regression (Bishop 2006, section 3.3) with a flat prior on each round's effect. If the rounds
+        contradict this distribution, such as on a machine whose launches differ more than the search had seen, its
+        covariance is first multiplied by their chi-squared per degree of freedom (Birge, Phys. Rev. 40, 207, 1932).
         """
         count, variance = len(self.numbers), max(noise, _LEAST_NOISE) ** 2
         precision, weighted = np.zeros((count, count)), np.zeros(count)
@@ -49,6 +51,9 @@ class JointEstimate(Record):
             precision[np.ix_(ran, ran)] += (np.eye(len(logs)) - 1 / len(logs)) / variance
             weighted[ran] += (logs - logs.mean()) * (1 if maximize else -1) / variance
         prior = np.array(self.covariance)
+        gap = weighted - precision @ self.means
+        spread = np.linalg.pinv(precision + precision @ prior @ precision, hermitian=True)
+        prior *= max(1.0, float(gap @ spread @ gap) / max(1, count - 1))
         gained = np.eye(count) + prior @ precision
         means = np.linalg.solve(gained, np.array(self.means) + prior @ weighted)
         covariance = np.linalg.solve(gained, prior)

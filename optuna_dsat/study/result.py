@@ -433,8 +433,8 @@ def _running_engines_in_words(trials: Sequence[FrozenTrial], rounds: Rounds) -> 
     if not apart:
         return ""
     return (
-        f"Of the compared trials, {count_in_words(len(apart))} continued another's launch in the search. The rounds' "
-        f"own launches differ by at most {max(apart):.1%}."
+        f"Trials that the search measured in a running engine ({count_in_words(len(apart))}) differ by at most "
+        f"{max(apart):.1%} when they are launched anew in the rounds."
     )
 
 

@@ -244,15 +244,25 @@ def test_the_result_has_the_smallest_batch_of_all_that_is_reported_as_equal(seed
 
 def test_a_tie_by_search_and_rounds_is_not_told_as_if_the_rounds_had_none_ahead() -> None:
     """It was: 'Your config is the best found. The best other is 1.35 times (95% between 1.12 and 1.64) as good.'"""
-    trials = [trial(OWN, 115, micro_batch=2), trial(1, 112, micro_batch=64)]
-    estimate = searched({OWN: (115.0, 0.005), 1: (112.0, 0.005)})
-    rounds = rounds_of({OWN: [80, 95, 70, 78], 1: [105, 120, 96, 99]}, estimate=estimate)
+    trials = [trial(OWN, 115, micro_batch=2), trial(1, 112, micro_batch=64), trial(2, 100, micro_batch=4)]
+    estimate = searched({OWN: (115.0, 0.005), 1: (112.0, 0.005), 2: (100.0, 0.005)})
+    noisy = [80, 130, 75, 125]
+    rounds = rounds_of({OWN: [100, 101, 99, 100], 1: [103, 104, 102, 103.2], 2: noisy}, estimate=estimate)
     result = judged(trials, rounds)
     assert (result.result.number, result.kind) == (OWN, VerdictKind.BASELINE_IS_BEST)
     words = verdict_in_words(result, metric="throughput")[0]
     assert "Nothing was confirmed" not in words
     assert "By the rounds alone trial 1 is 1." in words
     assert words.endswith("; search and rounds together do not confirm it.")
+
+
+def test_a_search_that_the_rounds_contradict_loses_its_certainty() -> None:
+    """A slow minute of the search ruled out what four rounds measured to be 1.30 times as fast."""
+    trials = [trial(OWN, 115, micro_batch=2), trial(1, 112, micro_batch=64)]
+    estimate = searched({OWN: (115.0, 0.005), 1: (112.0, 0.005)})
+    rounds = rounds_of({OWN: [80, 95, 70, 78], 1: [105, 120, 96, 99]}, estimate=estimate)
+    result = judged(trials, rounds)
+    assert (result.result.number, result.kind) == (1, VerdictKind.WINNER)
 
 
 def test_two_speed_ups_compare_the_same_batch_and_the_winners() -> None:
