@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -210,6 +210,15 @@ _KEYS = (
     *("communication_data_type", "prescale_gradients", "gradient_predivide_factor", "wall_clock_breakdown"),
 )
 """Top-level keys that change the training: https://www.deepspeed.ai/docs/config-json/."""
+READ_KEYS = frozenset((
+    *_KEYS, *_SECTIONS, "allgather_size", "dataloader_drop_last", "datastates_ckpt", "disable_allgather",
+    "disable_python_gc", "dump_state", "expert_parallel", "fp32_allreduce", "gradient_allreduce_op", "graph_harvesting",
+    "log_level", "managed_gradient_accumulation", "memory_breakdown", "quantize_training",
+    "seq_parallel_communication_data_type", "sequence_parallel_size", "sparse_gradients", "timers",
+    "use_data_before_expert_parallelism", "vocabulary_size", "weight_quantization", "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+))  # fmt: skip
+"""All top-level keys that DeepSpeed reads (0.14.5 to 0.19.8)."""
 _ALIKE = 0.9
 """Minimum similarity of a misspelt key to the correct key; keys of other tools differ more."""
 _ALIKE_IF_WRONG = 0.8
@@ -251,10 +260,14 @@ def near_key(key: str, known: Iterable[str], *, alike: float = _ALIKE_IF_WRONG) 
     return next(iter(difflib.get_close_matches(key.strip().lower(), list(known), n=1, cutoff=alike)), "")
 
 
-def misspelt_in_words(keys: Iterable[str]) -> list[str]:
-    """Return a sentence for each of ``misspelt_keys``."""
-    result = misspelt_keys(keys).items()
-    return [f"DeepSpeed ignores the key {key!r} of the config; {meant!r} is probably meant." for key, meant in result]
+def misspelt_in_words(keys: Collection[str]) -> list[str]:
+    """Return a sentence for each of ``misspelt_keys``, and one on other top-level keys that DeepSpeed ignores."""
+    sections = dict.fromkeys(key.partition(".")[0] for key in keys)
+    result = misspelt_keys(keys)
+    lines = [f"DeepSpeed ignores the key {key!r} of the config; {result[key]!r} is probably meant." for key in result]
+    if unread := [key for key in sections if key not in (*READ_KEYS, *result) and key[:1].isalpha()]:
+        lines.append(f"DeepSpeed ignores {', '.join(unread)} in the config: without effect unless the script reads it.")
+    return lines
 
 
 def correction(key: str, known: Iterable[str]) -> str:

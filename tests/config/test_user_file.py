@@ -180,6 +180,8 @@ def test_keys_that_are_right_or_of_others_are_not_misspelt() -> None:
 def test_misspelt_keys_in_words_name_the_key_as_it_is_written() -> None:
     (text,) = misspelt_in_words(["bf16", "zero_optimisation"])
     assert text == "DeepSpeed ignores the key 'zero_optimisation' of the config; 'zero_optimization' is probably meant."
+    (text,) = misspelt_in_words(["mixed_precision", "fsdp_config.fsdp_offload_params", "fsdp_config.x", "_comment"])
+    assert text.startswith("DeepSpeed ignores mixed_precision, fsdp_config in the config: without effect unless")
 
 
 def test_a_wrong_key_is_corrected_by_a_known_name_that_it_resembles() -> None:

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
+from optuna_dsat.config.user_file import READ_KEYS
 from optuna_dsat.doctor import config_check
 from optuna_dsat.doctor.config_check import check
 from optuna_dsat.doctor.finding import Finding, Status
+from optuna_dsat.doctor.libraries import run_probe
 
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 
 
 def by_name(findings: list[Finding]) -> dict[str, Finding]:
     return {finding.name: finding for finding in findings}
+
+
+def test_the_keys_that_deepspeed_reads_are_known() -> None:
+    config = {"train_micro_batch_size_per_gpu": 1}
+    probed = run_probe(
+        "optuna_dsat.doctor.config_probe",
+        python=sys.executable,
+        environ=os.environ,
+        given={"config": config, "ranks": 1},
+    )
+    assert set(probed["asked"][""]) <= READ_KEYS
 
 
 @pytest.fixture(scope="module")
