@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -186,6 +187,25 @@ def test_a_backward_pass_that_the_script_calls_itself_counts_as_two_forward_pass
     [observed] = profile_of(Calculating(), plan)
     [direct] = profile_of(Calculating(), plan, backward=torch.Tensor.backward)
     assert (observed.flops_per_sample, direct.flops_per_sample) == (4, 12)
+
+
+def test_a_model_that_was_profiled_is_compiled_in_later_steps(plan: LaunchPlan) -> None:
+    """Trials that continued a profile launch were measured without the script's torch.compile."""
+    compiled = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        compiled.append(graph)
+        return graph.forward
+
+    class Compiling(Engine):
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            return super().forward(doubled(batch))
+
+    doubled = torch.compile(lambda batch: 2 * batch, backend=backend)
+    assert len(profile_of(Compiling(), replace(plan, end_profile_step=1))) == 1
+    assert not compiled
+    doubled(torch.ones(1, 2))
+    assert len(compiled) == 1
 
 
 def test_data_that_ends_after_one_step_leaves_no_profile(plan: LaunchPlan) -> None:

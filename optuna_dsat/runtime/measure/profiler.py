@@ -138,6 +138,8 @@ class Profiler:
                 leaf_params=max((sum(map(_numel, leaf.parameters())) for leaf in leaves), default=0),
             )
         )
+        if (dynamo := sys.modules.get("torch._dynamo")) is not None:
+            dynamo.reset()  # torch.compile skips what has run under a dispatch mode, such as the counter of FLOPs
 
     def discard(self) -> None:
         """Discard the observations of a skipped step; the next step is profiled instead."""
