@@ -14,6 +14,7 @@ from optuna_dsat.config.documents import as_written, checked, read_document
 from optuna_dsat.errors import UsageError
 from optuna_dsat.plan.families import FAMILIES, KNOWN_MODELS, Family
 from optuna_dsat.plan.transformer import Recompute, TransformerShape
+from optuna_dsat.runtime.files import home
 
 _CONFIG = "config.json"
 _OTHER_CONFIGS = ("adapter_config.json", "model_index.json")
@@ -83,8 +84,8 @@ def find_config(given: Path) -> Path:
             f"--model is {given}, which is neither there nor known. Give a {_CONFIG}, the folder of a model, or one of "
             f"{', '.join(KNOWN_MODELS)}."
         )
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+    folder = Path(os.environ.get("HF_HOME") or home() / ".cache" / "huggingface")
+    cache = Path(os.environ.get("HF_HUB_CACHE") or folder / "hub")
     paths = sorted((cache / f"models--{str(given).replace('/', '--')}" / "snapshots").glob(f"*/{_CONFIG}"))
     if not paths:
         raise UsageError(

@@ -150,6 +150,12 @@ def read_regular(path: str | os.PathLike[str], *, most_bytes: int = _MOST_BYTES)
     return content
 
 
+def home() -> Path:
+    """Return the user's home folder; ``/`` for a user of a container who has none, as container runtimes set it."""
+    path = os.path.expanduser("~")  # noqa: PTH111 - Path.home() raises RuntimeError without one
+    return Path("/" if path == "~" else path)
+
+
 def mount_points(table: str = "/proc/self/mountinfo") -> dict[str, str]:
     """Return mount point -> type of file system (proc(5)); of several mounts on the same path, the last.
 

@@ -20,7 +20,7 @@ from optuna_dsat.errors import UsageError
 from optuna_dsat.escape.shell import shell_line
 from optuna_dsat.escape.terminal import one_line
 from optuna_dsat.launch.machine.host import own_folder
-from optuna_dsat.runtime.files import read_regular, write_text_atomic
+from optuna_dsat.runtime.files import home, read_regular, write_text_atomic
 from optuna_dsat.script.command.source import module_file
 from optuna_dsat.secrecy.references import names_in, value_of, without_secrets
 from optuna_dsat.secrecy.shapes import hidden
@@ -105,9 +105,9 @@ def _note_of(spec: StudySpec) -> Path:
         **({} if spec.python is None else {"python": spec.python}),
     }
     digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
-    home = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    home.mkdir(parents=True, exist_ok=True)
-    return own_folder(_FOLDER, parent=home) / f"{digest}.json"
+    state = Path(os.environ.get("XDG_STATE_HOME") or home() / ".local" / "state")
+    state.mkdir(parents=True, exist_ok=True)
+    return own_folder(_FOLDER, parent=state) / f"{digest}.json"
 
 
 def missing_secrets(spec: StudySpec) -> dict[str, str]:

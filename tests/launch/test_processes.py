@@ -206,10 +206,13 @@ def test_exit_codes_are_read_from_the_agent_s_record(tmp_path: Path) -> None:
     assert read_exit_codes(record) == {}
 
 
-def test_torch_s_folder_of_extensions_is_found() -> None:
+def test_torch_s_folder_of_extensions_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert extensions_dir({"TORCH_EXTENSIONS_DIR": "/a"}) == Path("/a")
     assert extensions_dir({"XDG_CACHE_HOME": "/c"}) == Path("/c/torch_extensions")
     assert extensions_dir({}) == Path.home() / ".cache/torch_extensions"
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)  # of a container, where nobody has this number
+    assert extensions_dir({}) == Path("/.cache/torch_extensions")
 
 
 LIMIT = START_BYTES + END_BYTES

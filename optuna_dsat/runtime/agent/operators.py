@@ -17,6 +17,7 @@ from pathlib import Path
 
 from optuna_dsat.runtime.adapt.journal import guard_builds
 from optuna_dsat.runtime.failure import message_with_cause
+from optuna_dsat.runtime.files import home
 
 COMMUNICATION = "ShareMemCommBuilder"
 """Builder of the operator for communication on the CPU, which DeepSpeed loads wherever it has no other device."""
@@ -52,7 +53,7 @@ def extensions_dir(environ: Mapping[str, str]) -> Path:
     """Return torch's folder of compiled extensions for an environment (``torch.utils.cpp_extension``)."""
     if chosen := environ.get("TORCH_EXTENSIONS_DIR"):
         return Path(chosen)
-    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_extensions"
+    return Path(environ.get("XDG_CACHE_HOME") or home() / ".cache") / "torch_extensions"
 
 
 def _compile(name: str) -> str:
