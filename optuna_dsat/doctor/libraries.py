@@ -14,8 +14,8 @@ from typing import Any
 
 from optuna_dsat.doctor.finding import Finding, Status, finding_of
 from optuna_dsat.doctor.machine import compiler
+from optuna_dsat.runtime.agent.forked import can_fork
 from optuna_dsat.runtime.agent.operators import ASYNC_IO, COMMUNICATION, is_built, operator_name
-from optuna_dsat.runtime.agent.processes import can_fork
 from optuna_dsat.script.interpreter import module_command, with_package
 from optuna_dsat.words import things_in_words
 

@@ -14,7 +14,6 @@ from optuna_dsat.config.documents import as_written, checked, read_document
 from optuna_dsat.errors import UsageError
 from optuna_dsat.plan.families import FAMILIES, KNOWN_MODELS, Family
 from optuna_dsat.plan.transformer import Recompute, TransformerShape
-from optuna_dsat.runtime.files import home
 
 _CONFIG = "config.json"
 _OTHER_CONFIGS = ("adapter_config.json", "model_index.json")
@@ -84,8 +83,8 @@ def find_config(given: Path) -> Path:
             f"--model is {given}, which is neither there nor known. Give a {_CONFIG}, the folder of a model, or one of "
             f"{', '.join(KNOWN_MODELS)}."
         )
-    folder = Path(os.environ.get("HF_HOME") or home() / ".cache" / "huggingface")
-    cache = Path(os.environ.get("HF_HUB_CACHE") or folder / "hub")
+    home = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")  # noqa: PTH111 - home may be missing
+    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
     paths = sorted((cache / f"models--{str(given).replace('/', '--')}" / "snapshots").glob(f"*/{_CONFIG}"))
     if not paths:
         raise UsageError(

@@ -171,6 +171,14 @@ def mount_points(table: str = "/proc/self/mountinfo") -> dict[str, str]:
     return result
 
 
+def file_system(folder: Path) -> str:
+    """Return the type of the file system that contains a folder; empty if unknown."""
+    with contextlib.suppress(OSError):
+        points, path = mount_points(), folder.resolve()
+        return next((points[str(place)] for place in (path, *path.parents) if str(place) in points), "")
+    return ""
+
+
 MESSAGE_CHARS = 2_000
 """Maximum length of an error message stored with a launch; the launch's log contains the full message."""
 TEXT_CHARS = 8_000

@@ -129,7 +129,7 @@ def test_age_decides_only_where_its_maker_cannot_be_seen(
 
 def test_an_unsigned_lock_on_a_shared_file_system_is_young_first(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock.touch()
-    monkeypatch.setattr(journal, "_is_shared", lambda _: True)
+    monkeypatch.setattr(journal, "file_system", lambda _: "nfs4")
     assert is_held(lock)
 
 

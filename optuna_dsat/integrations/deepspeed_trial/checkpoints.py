@@ -41,14 +41,12 @@ class Checkpoints:
     def save(
         self, batches: int, *, write: Callable[[Path], None], rank_state: Any, shared_state: Mapping[str, Any]
     ) -> Path:
-        """Write a checkpoint unless it exists; collective, every rank calls it.
+        """Write a checkpoint; collective, every rank calls it.
 
         Returns:
             The checkpoint's folder.
         """
         target = self.folder / f"{_PREFIX}{batches:08d}"
-        if (target / _STATE).is_file():
-            return target
         partial = target.with_name(target.name + _PARTIAL)
         if self._rank == 0:
             partial.mkdir()

@@ -19,8 +19,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from optuna_dsat.launch.protocol import LaunchRequest
 from optuna_dsat.launch.run_directory import OutputError
 from optuna_dsat.runtime.adapt.journal import note
@@ -51,17 +49,6 @@ class Speed:
     def bytes_per_s(self) -> float:
         """Mean speed of writing and reading the same bytes."""
         return 2 / (1 / self.write_bytes_per_s + 1 / self.read_bytes_per_s)
-
-
-def file_system(folder: Path) -> str:
-    """Return the type of the file system that contains a folder; empty if unknown."""
-    resolved = folder.resolve()
-    best, result = -1, ""
-    for partition in psutil.disk_partitions(all=True):
-        mount = Path(partition.mountpoint)
-        if resolved.is_relative_to(mount) and len(mount.parts) > best:
-            best, result = len(mount.parts), partition.fstype
-    return result
 
 
 def measure(folder: Path, *, size_bytes: int = SIZE_BYTES, threads: int = _THREADS) -> Speed:

@@ -26,6 +26,7 @@ from optuna_dsat.launch.agent.files import Joiner
 from optuna_dsat.launch.places.engine import LOST_S, PING_S, ClusterError, News, Order, PlaceState, ping_order
 from optuna_dsat.launch.places.ray_nodes import group_of
 from optuna_dsat.launch.places.slurm import agent_environment
+from optuna_dsat.runtime.process_identity import stat_fields
 
 _KEPT = ("CUDA_VISIBLE_DEVICES", "HOSTNAME")
 _KEPT_PREFIXES = ("RAY_", "NVIDIA_")
@@ -154,10 +155,7 @@ class NodeRelay:
 
 def _is_stopped(pid: int) -> bool:
     """Return whether a process was stopped by a signal or a debugger (``/proc/PID/stat``: proc(5))."""
-    with suppress(OSError):
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        return stat.rpartition(")")[2].split()[0] in ("T", "t")
-    return False
+    return stat_fields(pid)[:1] in (["T"], ["t"])
 
 
 _WAIT_S = 0.05

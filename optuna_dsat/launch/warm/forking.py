@@ -19,8 +19,9 @@ from optuna_dsat.launch.protocol import Verdict
 from optuna_dsat.launch.run_directory import RANK_VARIABLES, TRACKER_FOLDERS, PreparedLaunch
 from optuna_dsat.launch.warm.server import ForkServer, WarmAgent, WarmUnavailableError
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.agent.forked import can_fork
 from optuna_dsat.runtime.agent.preload import Preload
-from optuna_dsat.runtime.agent.processes import MARK_ENV, can_fork
+from optuna_dsat.runtime.agent.processes import MARK_ENV
 from optuna_dsat.runtime.rank import LAUNCH_ENV
 
 IMPORTING = "importing torch, DeepSpeed and what the script imports"

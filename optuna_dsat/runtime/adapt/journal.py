@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from optuna_dsat.runtime.files import mount_points
+from optuna_dsat.runtime.files import file_system
 from optuna_dsat.runtime.imports import patch
 from optuna_dsat.runtime.process_identity import process_space, start_ticks
 
@@ -141,7 +141,7 @@ def is_held(lock: Path) -> bool:
             return pid.isdigit() and str(start_ticks(int(pid))) == start
         seen = False
     else:
-        seen = not _is_shared(lock.parent) and (made.st_uid == os.getuid() or os.getuid() == 0)
+        seen = _SHARED.fullmatch(file_system(lock.parent)) is None and (made.st_uid == os.getuid() or os.getuid() == 0)
     return not seen and time.time() - made.st_mtime <= _ABANDONED_S
 
 
@@ -195,12 +195,3 @@ def _works_at(pid: int, lock: Path) -> bool:
         if str(Path(f"/proc/{pid}/cwd").readlink()) == folder:
             return True
     return any(folder in word for word in words)
-
-
-def _is_shared(folder: Path) -> bool:
-    """Return whether a folder is on a file system that other machines may also mount."""
-    with contextlib.suppress(OSError):
-        points, path = mount_points(), folder.resolve()
-        kind = next((points[str(place)] for place in (path, *path.parents) if str(place) in points), "")
-        return _SHARED.fullmatch(kind) is not None
-    return False

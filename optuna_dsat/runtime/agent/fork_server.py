@@ -21,16 +21,9 @@ from typing import Any
 
 from optuna_dsat.runtime.agent import torchrun
 from optuna_dsat.runtime.agent.cuda import driver_is_initialised
-from optuna_dsat.runtime.agent.forked import ParentState, become_agent, fork_child, forked_ranks
+from optuna_dsat.runtime.agent.forked import ParentState, become_agent, can_fork, fork_child, forked_ranks
 from optuna_dsat.runtime.agent.preload import Preload, load
-from optuna_dsat.runtime.agent.processes import (
-    ProcessKey,
-    adopt_orphans,
-    can_fork,
-    end_children,
-    own_children,
-    take_mark,
-)
+from optuna_dsat.runtime.agent.processes import ProcessKey, adopt_orphans, end_children, own_children, take_mark
 from optuna_dsat.runtime.process import die_with_parent
 
 

@@ -79,6 +79,15 @@ class ParentState:
         ctypes.CDLL(None).prctl(_PR_SET_NAME, b"python", 0, 0, 0)
 
 
+def can_fork() -> bool:
+    """Return whether warm launches can work: this Python and the system have pidfds (Linux 5.3)."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):  # as in a sandbox, or if Python was built on an older system
+        return False
+    return True
+
+
 def _open_descriptors() -> dict[int, tuple[int, int]]:
     """Return the open descriptors, each with device and inode of its file."""
     result = {}

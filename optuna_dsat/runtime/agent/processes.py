@@ -194,15 +194,6 @@ def _is_program(pid: int) -> bool:
         return False
 
 
-def can_fork() -> bool:
-    """Return whether warm launches can work: this Python and the system have pidfds (Linux 5.3)."""
-    try:
-        os.close(os.pidfd_open(os.getpid()))
-    except (AttributeError, OSError):  # as in a sandbox, or if Python was built on an older system
-        return False
-    return True
-
-
 def adopt_orphans() -> None:
     """Make orphaned descendants children of this process."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
