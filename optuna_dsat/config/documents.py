@@ -88,11 +88,14 @@ def checked(data: Any, where: str, error: Callable[[str], UsageError] = UsageErr
     return data
 
 
-def read_hjson(text: str) -> Any:
-    """Parse HJSON, as DeepSpeed parses configs with comments; None if the text is not HJSON."""
+def read_hjson(text: str, *, build: Callable[[list[tuple[str, Any]]], Any]) -> Any:
+    """Parse HJSON, as DeepSpeed parses configs with comments; None if the text is not HJSON.
+
+    ``build`` returns an object from its keys and values.
+    """
     import hjson
 
     try:
-        return json.loads(hjson.dumpsJSON(hjson.loads(text)))
+        return json.loads(hjson.dumpsJSON(hjson.loads(text, object_pairs_hook=build)))
     except (ValueError, OverflowError, RecursionError):
         return None

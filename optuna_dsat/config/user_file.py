@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +89,9 @@ def _parsed(text: str, path: str) -> dict[str, Any]:
     if not text.strip():
         raise ConfigError(f"{path} is empty; a DeepSpeed config is a JSON object, such as "
                           '{"train_micro_batch_size_per_gpu": 1}.')  # fmt: skip
+    build = partial(_unique, path=path)
     try:
-        raw = json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, path))
+        raw = json.loads(text, object_pairs_hook=build)
     except json.JSONDecodeError as error:
         if path.endswith(".py"):
             raise ConfigError(
@@ -100,7 +102,7 @@ def _parsed(text: str, path: str) -> dict[str, Any]:
                 f"{path} is YAML, which DeepSpeed does not read. Leave it out: what the script passes to "
                 "deepspeed.initialize is tuned then. Or convert it to JSON."
             ) from None
-        raw = read_hjson(text)
+        raw = read_hjson(text, build=build)
         if not isinstance(raw, dict):
             where = f"{path}, line {error.lineno}, column {error.colno}"
             raise ConfigError(f"{where}: not JSON ({error.msg}), nor HJSON.") from None

@@ -27,6 +27,7 @@ def read(tmp_path: Path, text: str | bytes) -> user_file.UserConfig:
         ('{\n "a": 1,\n', "line 3, column 1"),
         ('{"a": 1, "a": 2}', "'a' is given twice"),
         ('{"zero_optimization": {"stage": 1, "stage": 2}}', "'stage' is given twice"),
+        ('{"zero_optimization": {stage: 1, "stage": 2}}  # HJSON', "'stage' is given twice"),
         ("[1]", "this is a list"),
         ("3", "this is a number"),
         ("null", "this is null"),
