@@ -203,7 +203,7 @@ def test_progress_never_falls_and_ends_at_the_best(view: StudyView) -> None:
 
 def test_finalists_are_shown_with_their_intervals_best_first(view: StudyView) -> None:
     figure = figures.plot_finalists(view)
-    confirmed = by_name(figure)["confirmed, with its 95% interval"][0]
+    confirmed = by_name(figure)["in rounds, with its 95% interval"][0]
     values = [row["value"] for row in view.rounds.finalists() if row["outcome"] == Outcome.MEASURED]
     assert list(confirmed.x) == sorted((value for value in values if value is not None), reverse=True)
     assert view.best is not None

@@ -51,7 +51,7 @@ def plot_finalists(study: Source) -> go.Figure:
         hovertext=[f"in the search: {measure.shown(p.searched_value)}" for p in points],
         hoverinfo="text",
     )
-    _add_confirmed(figure, points, view.best, measure)
+    _add_rounds(figure, points, view.best, measure)
     lay_out(figure, title=title, x=x, y="", height=170 + 50 * len(points))
     figure.update_xaxes(tickformat=measure.ticks)
     figure.update_yaxes(
@@ -62,8 +62,8 @@ def plot_finalists(study: Source) -> go.Figure:
     return figure
 
 
-def _add_confirmed(figure: go.Figure, points: Sequence[Measured], best: Measured | None, measure: Measure) -> None:
-    """Add the confirmed metrics with their intervals."""
+def _add_rounds(figure: go.Figure, points: Sequence[Measured], best: Measured | None, measure: Measure) -> None:
+    """Add the metrics of the rounds with their intervals."""
     scale, rows = measure.scale, list(range(len(points)))
     symbols = ["star" if best is not None and p.number == best.number else "circle" for p in points]
     ends = [(p.interval.low or p.value, p.interval.high or p.value) for p in points]
@@ -71,7 +71,7 @@ def _add_confirmed(figure: go.Figure, points: Sequence[Measured], best: Measured
         x=[p.value * scale for p in points],
         y=rows,
         mode="markers",
-        name="confirmed, with its 95% interval",
+        name="in rounds, with its 95% interval",
         marker={"symbol": symbols, "color": INK, "size": 12},
         error_x={
             "type": "data",
