@@ -208,7 +208,7 @@ def operators(libraries: Libraries, *, gpus: int, environ: Mapping[str, str]) ->
         state, why = state_of(libraries, builder, environ=environ)
         text = f"{name} ({use}): {state.value}"
         if state is BuildState.CAN_BE:
-            text += ", on first use, which takes 1 to 3 min"
+            text += ", on first use, which may take minutes"
         text = f"{text}, because: {why}." if why else f"{text}."
         yield finding_of(
             "operators",

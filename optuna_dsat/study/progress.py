@@ -35,7 +35,7 @@ class Phase(ProgressEvent):
     """The search enters a phase outside launches that may take long."""
 
     words: str
-    """Such as ``building cpu_adam (first use only, 1 to 3 min)``; empty once it is over."""
+    """Such as ``building cpu_adam (first use only, may take minutes)``; empty once it is over."""
     said: bool = False
     """Whether a message also reports it."""
 

@@ -123,7 +123,7 @@ def test_what_cannot_be_compiled_is_said_and_a_lock_of_a_build_that_was_killed_i
         ["ShareMemCommBuilder", "FusedLambBuilder"], environ, on_phase=phases.append, python=sys.executable
     )
     assert phases[:2] == [
-        "preparing DeepSpeed's operators", "building deepspeed_shm_comm (first use only, 1 to 3 min)",
+        "preparing DeepSpeed's operators", "building deepspeed_shm_comm (first use only, may take minutes)",
     ]  # fmt: skip
     assert phases[-1] == ""
     assert list(failed) == ["ShareMemCommBuilder"]

@@ -78,12 +78,12 @@ def test_a_profile_is_told_in_numbers_that_a_person_writes() -> None:
 
 def test_a_long_phase_is_told_with_its_duration(capsys: pytest.CaptureFixture[str]) -> None:
     view = LineView(quiet_s=0.0)
-    view(progress.Phase(words="building cpu_adam (first use only, 1 to 3 min)"))
+    view(progress.Phase(words="building cpu_adam (first use only, may take minutes)"))
     view(progress.Phase(words=""))
     view(progress.Phase(words="waiting for GPU 1", said=True))
     view.close()
     words = capsys.readouterr().err.splitlines()
-    assert words == ["Building cpu_adam (first use only, 1 to 3 min) ...", "Building cpu_adam took 0 s."]
+    assert words == ["Building cpu_adam (first use only, may take minutes) ...", "Building cpu_adam took 0 s."]
 
 
 def test_a_short_phase_is_not_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -205,7 +205,7 @@ def test_each_operator_is_built_or_can_be_or_cannot_and_why(machine: Machine, tm
     findings = look(machine, found=result)
     assert findings["fused_adam"].text == "fused_adam (Adam on the device): built."
     assert findings["cpu_adam"].data["state"] == "can be built"
-    assert "1 to 3 min" in findings["cpu_adam"].text
+    assert "may take minutes" in findings["cpu_adam"].text
     assert findings["async_io"].text == "async_io (offload to NVMe): cannot be built, because: no libaio."
     assert findings["async_io"].status is Status.NOTE
     assert "deepspeed_shm_comm" not in findings, "communication on the CPU is of no use to GPUs"

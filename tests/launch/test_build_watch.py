@@ -33,7 +33,7 @@ def test_a_build_of_a_launch_is_told_as_long_as_it_lasts(tmp_path: Path) -> None
     with lock.open("w"):  # as opened by its builder
         watch.check()
         watch.check()
-        assert words == ["building cpu_adam (first use only, 1 to 3 min)"]
+        assert words == ["building cpu_adam (first use only, may take minutes)"]
     lock.unlink()
     watch.check()
     watch.end()

@@ -36,7 +36,7 @@ def _locks(environ: Mapping[str, str]) -> tuple[Path, ...]:
     return (*root.glob("*/lock"), *root.glob("*/*/lock"))
 
 
-BUILDING = "building {} (first use only, 1 to 3 min)"
+BUILDING = "building {} (first use only, may take minutes)"
 """Phase shown while waiting for a compiler."""
 _LIMIT_S = 900.0
 """Time limit for compilation; an operator for CUDA takes some minutes."""
