@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +13,8 @@ from typing import Any
 from optuna_dsat.config.ds_config import flatten
 from optuna_dsat.config.user_file import misspelt_in_words
 from optuna_dsat.errors import PATH_ERRORS, UsageError
-from optuna_dsat.script.command.source import reads_input
+from optuna_dsat.script.command.interception import is_of_launch
+from optuna_dsat.script.command.source import mentioned, reads_input
 from optuna_dsat.study.options.declaration import options_in
 from optuna_dsat.study.spec import StudyRequest, StudySpec
 from optuna_dsat.tuning.options.autotuning import Sweep, sweep_of, with_autotuning
@@ -104,21 +106,28 @@ def prepare(method: str | None, given: Given) -> Prepared:
         check_loss=options.check_loss,
         callbacks=tuple(options.callbacks or ()),
     )
-    return Prepared(request=request, given=given, notes=[*notes, *misspelt, *devices.notices, *_unread_input(spec)])
+    return Prepared(request=request, given=given, notes=[*notes, *misspelt, *devices.notices, *_of_process(spec)])
 
 
-def _unread_input(spec: StudySpec) -> list[str]:
-    """Return a note if the search has a standard input that the script reads."""
-    script = spec.script
-    try:
+_OF_SHELLS = frozenset({"_", "HOME", "HOSTNAME", "LANG", "LOGNAME", "PATH", "PWD", "SHELL", "TERM", "TMPDIR", "USER"})
+_OF_DEVICES = frozenset({"CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR", "LOCAL_SIZE", "OMP_NUM_THREADS"})
+
+
+def _of_process(spec: StudySpec) -> Iterator[str]:
+    """Yield notes on the standard input and the variables of this process that the script reads."""
+    script, python = spec.script, spec.python
+    where: dict[str, Any] = {"is_module": script.is_module, "cwd": Path(script.cwd), "python": python}
+    with contextlib.suppress(OSError):  # closed
         is_given = stat.S_IFMT(os.fstat(0).st_mode) in (stat.S_IFIFO, stat.S_IFREG, stat.S_IFSOCK)
-    except OSError:  # closed
-        return []
-    if not is_given or not reads_input(
-        script.script, is_module=script.is_module, cwd=Path(script.cwd), python=spec.python
-    ):
-        return []
-    return ["The script reads its standard input, which is empty in trials: have it read a file instead."]
+        if is_given and reads_input(script.script, **where):
+            yield "The script reads its standard input, which is empty in trials: have it read a file instead."
+    stored = {*script.environment, *_OF_SHELLS, *_OF_DEVICES}
+    names = [name for name in os.environ if name not in stored and not is_of_launch(name)]
+    if read := mentioned(sorted(names), script.script, **where):
+        yield (
+            f"The script reads {', '.join(read)} from this shell's environment, which is neither stored nor in the "
+            f"printed command: --env {read[0]}=VALUE is."
+        )
 
 
 def _one_kind_of_device(given: Given) -> Given:

@@ -81,6 +81,20 @@ def test_misspelt_keys_of_the_config_are_named(bench: EntryPointBench) -> None:
     )
 
 
+def test_variables_of_the_shell_that_the_script_reads_are_named(
+    bench: EntryPointBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SIZE", "big")
+    monkeypatch.setenv("MODE", "fast")
+    (bench.folder / "train.py").write_text(
+        "import os\nos.environ['SIZE'], os.getenv('MODE'), os.environ['LOCAL_RANK']\n"
+    )
+    options = RandomOptions(script="train.py", ds_config="ds.json", cpu_ranks=2, env={"MODE": "slow"})
+    (note,) = (note for note in prepare("random", Given(options=options, origins={})).notes if "environment" in note)
+    assert note.startswith("The script reads SIZE from this shell's environment")
+    assert "--env SIZE=VALUE" in note
+
+
 @pytest.mark.usefixtures("bench")
 def test_all_searches_of_a_start_read_the_config_once(monkeypatch: pytest.MonkeyPatch) -> None:
     read = Mock(side_effect=user_file.read)

@@ -99,6 +99,13 @@ def reads_input(script: str, *, is_module: bool, cwd: Path, python: str | None =
     )
 
 
+def mentioned(names: Iterable[str], script: str, *, is_module: bool, cwd: Path, python: str | None = None) -> list[str]:
+    """Return the subset of names that are string literals of a script or of user files that it imports."""
+    files = _files(script, is_module=is_module, cwd=cwd, python=python)
+    literals = {node.value for nodes, _ in files for node in nodes if isinstance(node, ast.Constant)}
+    return [name for name in names if name in literals]
+
+
 _SIGNATURE_PARSERS = frozenset({"transformers", "trl", "fire", "tyro", "simple_parsing", "jsonargparse", "typer"})
 """Packages that derive options from fields or parameters, such as ``HfArgumentParser`` and ``fire.Fire``."""
 
