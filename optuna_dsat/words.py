@@ -160,7 +160,7 @@ def differences_in_words(differences: Mapping[str, Sequence[Any]], *, file: str)
         parts.append(f"and {len(words) - _SHOWN_DIFFERENCES} more")
     return (
         f"The script passes a DeepSpeed config of its own, which differs from {file}: {', '.join(parts)}. "
-        "The script's values are the baseline, and the best config has them where the search sets no others."
+        "The script's values are the baseline, and every trial has them where the search sets no others."
     )
 
 
@@ -207,13 +207,16 @@ def _scaled(count: float, scales: Sequence[tuple[float, str]], *, digits: int) -
     return ""
 
 
-def steps_in_words(*, skipped: int, variation: float, metrics: Mapping[str, float]) -> str:
+def steps_in_words(
+    *, skipped: int, variation: float, metrics: Mapping[str, float], own: Mapping[str, float] | None = None
+) -> str:
     """Return caveats on the steps of a launch; empty if every step counts and all are alike.
 
     Args:
         skipped: Steps that the loss scaler skipped.
         variation: By how much inputs vary in size: largest minus smallest per sample, relative to their mean.
         metrics: Metrics of the steps that count.
+        own: Metrics of the user's config, with which they are compared; None for no comparison.
     """
     remarks = []
     if skipped:
@@ -221,10 +224,10 @@ def steps_in_words(*, skipped: int, variation: float, metrics: Mapping[str, floa
     if variation:
         speeds = [metric_in_words(name, metrics[name]) for name in PER_ELEMENT if name in metrics]
         remarks.append(": ".join([f"inputs vary in size by {variation:.0%} from step to step", *speeds[:1]]))
-    return "; ".join(remarks)
+    return "; ".join(filter(None, [*remarks, _sizes_in_words(metrics, own or {})]))
 
 
-def sizes_in_words(metrics: Mapping[str, float], own: Mapping[str, float]) -> str:
+def _sizes_in_words(metrics: Mapping[str, float], own: Mapping[str, float]) -> str:
     """Return how samples differ in size from those of the user's config, with the ratio without that; else empty."""
     for name in PER_ELEMENT:
         if all(each.get(name) and each.get("throughput") for each in (metrics, own)):

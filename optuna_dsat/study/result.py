@@ -40,14 +40,7 @@ from optuna_dsat.study.profile.script import own_train_batch_size, user_config
 from optuna_dsat.study.space import dataset_size, epoch_samples
 from optuna_dsat.study.stored import StoredStudy
 from optuna_dsat.trials import attributes
-from optuna_dsat.words import (
-    count_in_words,
-    metric_in_words,
-    sizes_in_words,
-    steps_in_words,
-    things_in_words,
-    times_in_words,
-)
+from optuna_dsat.words import count_in_words, metric_in_words, steps_in_words, things_in_words, times_in_words
 
 if TYPE_CHECKING:
     import optuna
@@ -275,6 +268,7 @@ def result_of(
     config = answer["config"]
     batch, own_batch = complete[ds_config.TRAIN_BATCH], own_train_batch_size(spec, ranks=ranks)
     own = trainable_config(user_config(spec, data_parallel_size=ranks)[0], world_size=ranks)
+    own, changed = (study.as_in_file(each, complete) for each in (own, {**complete, **config}))
     settings, rounds = best_settings(spec, config, folder), study.rounds
     same_batch = _same_batch(study, storage=storage)
     checked = rounds.checked(lossy_of(trial, spec))
@@ -292,7 +286,7 @@ def result_of(
         high=best.interval.high,
         user_value=None if verdict.baseline is None else verdict.baseline.value,
         speed_up_confirmed=speed_up is not None and speed_up.rounds > 0,
-        changes=config_changes(hidden_data(own), hidden_data({**complete, **config})),
+        changes=config_changes(hidden_data(own), hidden_data(changed)),
         metrics=dict(best.metrics),
         config_path=str(folder / BEST_CONFIG),
         metrics_path=str(folder / BEST_METRICS),
@@ -412,8 +406,9 @@ def _bf16_in_words(study: StoredStudy, precision: str) -> str:
 def measurement_in_words(trial: FrozenTrial, *, metrics: Mapping[str, float], own: Mapping[str, float]) -> str:
     """Return a sentence on the steps of a trial's launch; empty if every step counts and all are alike."""
     facts = {**attributes.step_facts(trial), "metrics": metrics}
-    same = "only configurations of one batch size were measured on the same data" if facts["variation"] else ""
-    words = "; ".join(filter(None, (steps_in_words(**facts), same, sizes_in_words(metrics, own))))
+    words = steps_in_words(**facts, own=own)
+    if facts["variation"]:
+        words += "; only configurations of one batch size were measured on the same data"
     return f"Steps: {words}." if words else ""
 
 

@@ -208,7 +208,12 @@ class StoredStudy:
 
     def ready_config(self, trial: FrozenTrial) -> dict[str, Any]:
         """Return a trial's DeepSpeed config as the script trains with it."""
-        return ready_config(self.complete_config(trial), own=self.spec.ds_config, trainer=self.trainer)
+        complete = self.complete_config(trial)
+        return self.as_in_file(ready_config(complete, own=self.spec.ds_config, trainer=self.trainer), complete)
+
+    def as_in_file(self, config: dict[str, Any], complete: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a config, of a trial's ``complete`` one, with the file's values of what the script sets in code."""
+        return config if self.profiled is None else self.profiled.as_in_file(self.spec, config, complete)
 
     def overlay_of(self, trial: FrozenTrial) -> dict[str, Any]:
         """Return a trial's DeepSpeed config with its settings that change the model, as a launch takes them."""

@@ -205,6 +205,17 @@ def test_the_scripts_own_command_is_shown_where_it_trains_with_all_of_the_config
     assert advice.startswith("Without `optuna-dsat train`") == needs_edits, advice
 
 
+def test_the_file_for_all_engines_has_nothing_that_the_script_sets_for_one_of_them() -> None:
+    """The schedule of a learning-rate finder, the script's first engine, was in the config of its training."""
+    code = {"scheduler.type": ["LRRangeTest", None], "optimizer.lr": [1e-4, 1e-3], "zero_optimization.stage": [2, 0]}
+    best = {"zero_optimization": {"stage": 2}, "scheduler": {"type": "LRRangeTest"}, "optimizer": {"lr": 1e-4}}
+    profiled = profiled_of(config_differences=code)
+    in_file = profiled.as_in_file(spec(), best, {MICRO: 8, **best})
+    assert in_file == {"zero_optimization": {"stage": 2}, "optimizer": {"lr": 1e-3}}
+    in_code = profiled_of(config_differences=code, config_in_code=True)
+    assert in_code.as_in_file(spec(), best, {MICRO: 8, **best}) == best
+
+
 @pytest.mark.parametrize(("stages", "loads"), [((1, 0), False), ((1, 2), True), ((2, 3), False), ((3, 3), True)])
 def test_a_checkpoint_that_the_best_config_cannot_load_is_named(stages: tuple[int, int], loads: bool) -> None:
     own, best = ({MICRO: 8, "zero_optimization": {"stage": stage}} for stage in stages)

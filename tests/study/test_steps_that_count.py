@@ -20,7 +20,7 @@ from optuna_dsat.study.progress import TrialStepped
 from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.stored import record_of, trial_row
 from optuna_dsat.trials import attributes
-from optuna_dsat.words import metric_in_words, sizes_in_words, steps_in_words
+from optuna_dsat.words import metric_in_words, steps_in_words
 from tests.harness.entry_points import leave
 from tests.harness.landscapes import Hill
 from tests.harness.simulated import SimulatedLauncher
@@ -105,10 +105,12 @@ def test_the_result_says_so_in_one_line(result: StudyResult, capsys: pytest.Capt
 def test_a_ratio_is_told_without_the_difference_in_length() -> None:
     """Batches sorted by length: small batches contain the longest texts, larger batches shorter texts too."""
     own = {"throughput": 28.0, "tokens_per_s": 2900.0}
-    assert sizes_in_words({"throughput": 184.0, "tokens_per_s": 10_760.0}, own) == (
+    best = {"throughput": 184.0, "tokens_per_s": 10_760.0}
+    assert steps_in_words(skipped=0, variation=0.0, metrics=best, own=own) == (
         "a sample has 58.5 tokens with its padding, and 104 with your config: by tokens/s it is 3.71x as fast"
     )
-    assert sizes_in_words({"throughput": 56.0, "tokens_per_s": 5900.0}, own) == sizes_in_words(own, {}) == ""
+    for alike in ({"throughput": 56.0, "tokens_per_s": 5900.0}, {}):
+        assert steps_in_words(skipped=0, variation=0.0, metrics=alike, own=own) == ""
 
 
 def test_a_script_of_equal_steps_has_no_such_line(bench: StudyBench) -> None:

@@ -27,6 +27,9 @@ _NAME_THE_BACKEND = (
 )
 
 
+_CHOSEN = (ds_config.ZERO, *ds_config.BATCH_KEYS)
+"""Keys of a DeepSpeed config that every search chooses."""
+
 _LEARNED_VARIABLES = "ACCELERATE_"
 """Beginning of the variables that a profile launch learns (``runtime/adapt/accelerate.py``)."""
 
@@ -201,6 +204,25 @@ class Profiled(Record):
             if key not in followed and in_file != ds_config.AUTO and settings.get(key) != value
         ]
         return not overwritten and not self._edits(config, settings_written=settings_written)
+
+    def as_in_file(self, spec: StudySpec, config: dict[str, Any], complete: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a config with the values of the user's file for settings that the script changes again in code.
+
+        It may change them for one of several engines, such as the learning-rate schedule of a range test. The search
+        does not choose these settings. If the script's command does not train with the ``complete`` config, its file
+        shows all values.
+        """
+        if not spec.script.config_path or self.config_in_code:
+            return config
+        if not self.trains_by_command(spec, complete, settings_written=True):
+            return config
+        settings = ds_config.flatten(config)
+        own = {
+            key: in_file
+            for key, (value, in_file) in self.config_differences.items()
+            if settings.get(key) == value and key.partition(".")[0] not in _CHOSEN
+        }
+        return ds_config.with_values(config, own)
 
     def _edits(self, config: Mapping[str, Any], *, settings_written: bool) -> str:
         """Return what to change in the script so that its own command trains with a config; empty for nothing."""
