@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from optuna_dsat.runtime.overlay import COMPILE, ZERO
+from optuna_dsat.runtime.overlay import COMPILE, ZERO, flatten
 
 ZERO_STAGE = "zero_stage"
 ZERO_STAGES = (0, 1, 2, 3)
@@ -117,6 +117,13 @@ def bf16_states_apply(params: Mapping[str, Any], site: Site) -> bool:
 def bf16_master_applies(params: Mapping[str, Any], site: Site) -> bool:
     """Return whether ZeRO can keep the master weights alone in bf16: with the optimizer offloaded."""
     return offloads(params) and bf16_states_apply(params, site) and not params.get(BF16_STATES)
+
+
+def needs_zero(config: Mapping[str, Any]) -> bool:
+    """Return whether DeepSpeed refuses a config at ZeRO 0: with states in half precision (``_do_error_check``)."""
+    flat = flatten(config)
+    names = ("fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states")
+    return any(flat.get(name) is True for name in names)
 
 
 def may_lack_hooks(params: Mapping[str, Any]) -> bool:

@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from optuna_dsat.config import ds_config as configs
+from optuna_dsat.config.conditions import needs_zero
 from optuna_dsat.config.ds_config import MICRO_BATCH, MICRO_BATCH_CAP, ZERO
 from optuna_dsat.config.knob_values import distinct_sizes, known_names, multiples, normalise, unique
 from optuna_dsat.config.knobs import (
@@ -297,8 +298,8 @@ class _Builder:
             reason += f", and ZenFlow runs with ZeRO 1 and 2 only (zero_optimization.{ZENFLOW})"
             stages = tuple(stage for stage in stages if stage in (1, 2, self._zero.get("stage")))
         model, accumulated = _types(self._request.ds_config)
-        if model != accumulated:  # refused by ``engine._do_optimizer_sanity_check``
-            reason += ", and ZeRO 0 cannot accumulate gradients in another type than the model's (data_types)"
+        if model != accumulated or needs_zero(self._request.ds_config):  # by ``engine._do_optimizer_sanity_check``
+            reason += ", and ZeRO 0 cannot accumulate gradients in another type than the model's (data_types, bf16)"
             stages = tuple(stage for stage in stages if stage > 0)
         if not stages:
             raise ConfigError(f"No ZeRO stage is left to search: {reason}. Widen one of them.")

@@ -151,6 +151,8 @@ def test_zero_0_is_left_out_where_deepspeed_refuses_its_gradient_type() -> None:
     mixed = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
     assert make(config=mixed, zero_stages=(0, 1)).stages == (1,)
     assert make(config={**mixed, "data_types": {"grad_accum_dtype": "bfloat16"}}, zero_stages=(0, 1)).stages == (0, 1)
+    low = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
+    assert make(config=low, zero_stages=(0, 1)).stages == (1,)
     with pytest.raises(ConfigError, match="ZeRO 0 cannot accumulate"):
         make(config=mixed, zero_stages=(0,))
 
