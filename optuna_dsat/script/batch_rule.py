@@ -78,7 +78,7 @@ class BatchRule(Record):
             return (
                 f"The script's batches differ in size from step to step ({least} to {most} samples in the first ones): "
                 f"they stay as the script makes them, the micro-batch stays {self.own}, and stage, offload and buckets "
-                "are tuned."
+                "are tuned. Speed is in samples/s of the measured steps: a larger --end-profile-step averages more."
             )
         if self.kind == "held":
             return (

@@ -81,6 +81,7 @@ def test_batches_that_differ_in_size_are_the_scripts_own_at_the_users_micro_batc
     assert (rule.kind, rule.own, rule.sizes) == ("held", 8, (8, 25))
     assert BatchRule.from_json(json.loads(json.dumps(rule.to_json()))) == rule
     assert "differ in size from step to step (8 to 25 samples" in rule.announcement()
+    assert "in samples/s of the measured steps" in rule.announcement()
 
 
 @dataclass
