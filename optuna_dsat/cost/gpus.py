@@ -270,12 +270,13 @@ def latency_prior(ranks: int) -> tuple[float, float]:
     return _MESSAGE_S + _HOP_S * ranks, 0.8
 
 
-def priors_of_device(device_name: str, *, device: str, ranks: int) -> Priors:
+def priors_of_device(profile: ModelProfile, config: Mapping[str, Any], *, device: str, ranks: int) -> Priors:
     """Return the prior for the machine of a launch, with the ranks of all hosts; empty for a GPU not in the table."""
     if device == "cpu":
         return CPU_PRIORS
-    gpu = gpu_of_device(device_name)
-    return {} if gpu is None else machine_priors(gpu, ranks=ranks)
+    gpu = gpu_of_device(profile.device_name)
+    is_half = precision_of(config) != "fp32" or (config.get("torch_autocast") or {}).get("enabled") is True
+    return {} if gpu is None else machine_priors(gpu, ranks=ranks, param_bytes=2 if is_half else profile.param_bytes)
 
 
 def utilisation(profile: ModelProfile, config: Mapping[str, Any], metrics: Mapping[str, float]) -> float | None:

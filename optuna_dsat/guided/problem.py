@@ -76,7 +76,7 @@ class Problem:
         self.step_time = StepTimeModel.of(
             profile,
             hardware,
-            machine=priors_of_device(profile.device_name, device=hardware.device, ranks=hardware.world_size),
+            machine=priors_of_device(profile, config, device=hardware.device, ranks=hardware.world_size),
         )
         if prior_knowledge is not None:
             self.step_time = replace(self.step_time, prior=prior_knowledge.prior(self.step_time))

@@ -56,7 +56,7 @@ def plan_script(
         origin = f"measured with {profiled.measured_with}"
     spec = profiled.followed_by(spec)
     ranks = hardware_of(spec, profiled).world_size * nodes
-    machine = priors_of_device(profiled.profile.device_name, device=spec.device, ranks=ranks)
+    machine = priors_of_device(profiled.profile, spec.ds_config, device=spec.device, ranks=ranks)
     if network_gbit_per_s is not None:
         machine = {**machine, **network_priors(network_gbit_per_s)}
     subject, times = _fitted(_subject(spec, profiled, machine, ranks=ranks), spec, profiled, store=store, mark=mark)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from optuna_dsat.cost.gpus import GPUS, find_gpu, gpu_of_device, machine_priors, precision_advice, priors_of_device
+from tests.harness.small_model import PROFILE
 
 KNOWN = {
     "Tesla T4": "t4",
@@ -80,7 +83,7 @@ def test_whole_gpus_of_the_table_are_known_by_cudas_names(device: str, name: str
 @pytest.mark.parametrize("device", OTHERS)
 def test_another_gpu_a_part_of_one_and_a_virtual_one_have_no_data_sheet(device: str) -> None:
     assert gpu_of_device(device) is None
-    assert priors_of_device(device, device="cuda", ranks=2) == {}
+    assert priors_of_device(replace(PROFILE, device_name=device), {}, device="cuda", ranks=2) == {}
 
 
 def test_every_gpu_of_the_table_is_found_by_a_name_of_cudas() -> None:
@@ -126,6 +129,22 @@ def test_fp32_is_not_expected_at_the_speed_of_half_precision() -> None:
         (half, _), (full, spread) = (machine_priors(gpu, ranks=1, param_bytes=size)["speed"] for size in (2, 4))
         assert full < half
         assert full * math.exp(2 * spread) > 2 * full  # TF32 is within its range
+
+
+@pytest.mark.parametrize(
+    ("config", "size", "expected"),
+    [
+        ({}, 4, 4),
+        ({"bf16": {"enabled": "auto"}}, 4, 4),
+        ({}, 2, 2),
+        ({"bf16": {"enabled": True}}, 4, 2),
+        ({"torch_autocast": {"enabled": True}}, 4, 2),
+    ],
+)
+def test_a_launch_is_expected_at_the_speed_of_its_precision(config: dict[str, Any], size: int, expected: int) -> None:
+    profile = replace(PROFILE, device_name="NVIDIA A100-SXM4-80GB", param_bytes=size)
+    priors = priors_of_device(profile, config, device="cuda", ranks=2)
+    assert priors == machine_priors(GPUS["a100-80g"], ranks=2, param_bytes=expected)
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def _predicted(view: StudyView, config: Mapping[str, Any]) -> tuple[dict[str, fl
     """Return the predicted seconds of each phase, and the standard deviation of the logarithm of their sum."""
     assert view.profiled is not None
     profile, hardware = view.profiled.profile, hardware_of(view.spec, view.profiled)
-    machine = priors_of_device(profile.device_name, device=hardware.device, ranks=hardware.world_size)
+    machine = priors_of_device(profile, config, device=hardware.device, ranks=hardware.world_size)
     model = StepTimeModel.of(profile, hardware, machine=machine)
     prior = model.prior_coefficients()
     micro_batch = config[ds_config.MICRO_BATCH]
