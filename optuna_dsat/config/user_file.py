@@ -161,8 +161,9 @@ def shape_errors(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield from _wrong_params(params or {})
     for key in (TRAIN_BATCH, MICRO_BATCH, GRADIENT_ACCUMULATION):
         value = raw.get(key)
-        if key != MICRO_BATCH and isinstance(value, list):
-            yield key, f"{key} is a list, but is not searched; give one number."
+        if key != MICRO_BATCH and (isinstance(value, list) or value == ALL):
+            what = as_written(ALL) if value == ALL else "a list"
+            yield key, f"{key} is {what}, but is not searched; give one number."
             continue
         for item in value if isinstance(value, list) else [value]:
             if item not in (None, AUTO, ALL):

@@ -53,6 +53,7 @@ def read(tmp_path: Path, text: str | bytes) -> user_file.UserConfig:
         ('{"bfloat16": true}', "bfloat16 is a truth value; it must be an object"),
         ('{"activation_checkpointing": []}', "activation_checkpointing is a list; it must be an object"),
         ('{"train_batch_size": [8, 16]}', "is not searched"),
+        ('{"gradient_accumulation_steps": "all"}', "gradient_accumulation_steps is 'all', but is not searched"),
         ('{"train_micro_batch_size_per_gpu": 2.5}', "whole number"),
         ('{"train_micro_batch_size_per_gpu": [1, 0]}', "at least 1"),
         ('{"train_batch_size": true}', "whole number"),
