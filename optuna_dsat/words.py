@@ -228,7 +228,7 @@ def steps_in_words(
 
 
 def _sizes_in_words(metrics: Mapping[str, float], own: Mapping[str, float]) -> str:
-    """Return how samples differ in size from those of the user's config, with the ratio without that; else empty."""
+    """Return how samples differ in size from the user config's, with the ratio without that; else empty."""
     for name in PER_ELEMENT:
         if all(each.get(name) and each.get("throughput") for each in (metrics, own)):
             size, own_size = (each[name] / each["throughput"] for each in (metrics, own))

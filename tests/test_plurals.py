@@ -28,6 +28,7 @@ MORE_THAN_ONE = {
     "optuna_dsat/plan/transformer.py: {self.heads} heads",
     "optuna_dsat/report/explain/proposals.py: {2 * size} samples",
     "optuna_dsat/config/space_builder.py: {world} ranks",
+    "optuna_dsat/study/spec.py: {ranks} ranks",
     "optuna_dsat/study/spec.py: {self.slots_per_trial} ranks",
     "optuna_dsat/guided/joint_estimate.py: {count} trials",
     "optuna_dsat/launch/places/cluster.py: {self._losses} places",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +16,7 @@ OFFLOAD_PARAM = "offload_param"
 NVME = "offload_optimizer_nvme"
 BF16 = "bf16"
 BF16_STATES = "bf16_optimizer_states"
+BF16_MASTER = "bf16_master_weights_and_grads"
 PREFETCH, REUSE = "stage3_prefetch_bucket_size", "stage3_max_reuse_distance"
 WITH_PARAMS_ON_NVME = MappingProxyType({PREFETCH: 0, REUSE: 0})
 """Settings of parameters on NVMe, which DeepSpeed 0.19.8 reads into five swap buffers.
@@ -119,11 +120,11 @@ def bf16_master_applies(params: Mapping[str, Any], site: Site) -> bool:
     return offloads(params) and bf16_states_apply(params, site) and not params.get(BF16_STATES)
 
 
-def needs_zero(config: Mapping[str, Any]) -> bool:
-    """Return whether DeepSpeed refuses a config at ZeRO 0: with states in half precision (``_do_error_check``)."""
+def needs_zero(config: Mapping[str, Any], *, searched: Collection[str]) -> bool:
+    """Return whether a config has states in half precision that ZeRO 0 refuses and no knob of ``searched`` drops."""
     flat = flatten(config)
-    names = ("fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states")
-    return any(flat.get(name) is True for name in names)
+    names = [f"bf16.{name}" for name in (BF16_MASTER, BF16_STATES) if name not in searched]
+    return any(flat.get(name) is True for name in ("fp16.fp16_master_weights_and_grads", *names))
 
 
 def may_lack_hooks(params: Mapping[str, Any]) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from optuna_dsat.config.conditions import (
     BF16,
+    BF16_MASTER,
     BF16_STATES,
     NVME,
     OFFLOAD_OPTIMIZER,
@@ -64,7 +65,6 @@ __all__ = [
 ]
 
 DEEPCOMPILE = "deepcompile"
-BF16_MASTER = "bf16_master_weights_and_grads"
 QUANTIZED = ("zero_quantized_weights", "zero_quantized_gradients")
 QUANTIZED_FROZEN = "zero_quantized_nontrainable_weights"
 ZENFLOW = "zenflow"

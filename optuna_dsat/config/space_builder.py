@@ -298,7 +298,8 @@ class _Builder:
             reason += f", and ZenFlow runs with ZeRO 1 and 2 only (zero_optimization.{ZENFLOW})"
             stages = tuple(stage for stage in stages if stage in (1, 2, self._zero.get("stage")))
         model, accumulated = _types(self._request.ds_config)
-        if model != accumulated or needs_zero(self._request.ds_config):  # by ``engine._do_optimizer_sanity_check``
+        low = needs_zero(self._request.ds_config, searched=self._request.permitted)
+        if model != accumulated or low:  # refused by ``engine._do_optimizer_sanity_check``
             reason += ", and ZeRO 0 cannot accumulate gradients in another type than the model's (data_types, bf16)"
             stages = tuple(stage for stage in stages if stage > 0)
         if not stages:

@@ -336,7 +336,7 @@ class TorchrunLauncher:
         if not launch.root or report.outcome not in _NOT_OF_THE_CONFIGURATION:
             return report
         if not (report.outcome in _BY_CHANCE and launch.log.last_step):
-            changes = {} if report.outcome is Outcome.OUT_OF_DATA else launch.changes  # whatever the setting
+            changes = {} if report.outcome is Outcome.OUT_OF_DATA else launch.changes  # of any setting
             self._learn_limit(changes, re.sub(rf"^{NotLiveError.__name__}[^:]*: ", "", report.cause))
         return replace(report, afresh=True)
 

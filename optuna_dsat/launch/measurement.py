@@ -281,7 +281,7 @@ class LaunchRecord:
 
     @property
     def flops_ranks(self) -> int:
-        """Ranks by which the FLOPs of all samples are divided: those of a pipeline's profile are a stage's."""
+        """Ranks by which the FLOPs of all samples are divided; a pipeline's profile has the FLOPs of a stage."""
         return self.engine.data_parallel_size if self.engine is not None and self.engine.pipeline else self.world_size
 
     def outside_steps_s(self, held_s: float) -> float:

@@ -47,7 +47,7 @@ _FAILED_TRIAL = "failed_trial"
 
 _WISHES = {attributes.PURPOSE, attributes.PREDICTED_VALUE, attributes.SAME_BATCH, attributes.SIMPLIFIES}
 _LAUNCH_ATTRIBUTES = frozenset(value for name, value in vars(attributes).items() if name.isupper()) - _WISHES
-"""User attributes that a launch sets; of ours, only those of the enqueued trial are copied to a requeued one."""
+"""User attributes that a launch sets; a requeued trial gets only the enqueued trial's."""
 
 
 class Reclaimer:

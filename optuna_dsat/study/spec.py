@@ -138,8 +138,8 @@ class StudySpec(_Frozen, SearchSettings):
         ranks = self.data_parallel_ranks
         if self.train_batch_size is not None and self.train_batch_size % ranks:
             raise ValueError(
-                f"--train-batch-size is {self.train_batch_size}, no multiple of the {ranks} ranks of a launch that "
-                "train different samples"
+                f"--train-batch-size is {self.train_batch_size}, no multiple of the number of a launch's ranks with "
+                f"different samples, {ranks}"
             )
         if self.batch == "keep" and self.train_batch_size is not None:
             raise ValueError(

@@ -212,7 +212,7 @@ class StoredStudy:
         return self.as_in_file(ready_config(complete, own=self.spec.ds_config, trainer=self.trainer), complete)
 
     def as_in_file(self, config: dict[str, Any], complete: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a config, of a trial's ``complete`` one, with the file's values of what the script sets in code."""
+        """Return a config, of a trial's ``complete`` one, with the file's values of keys set in the script's code."""
         return config if self.profiled is None else self.profiled.as_in_file(self.spec, config, complete)
 
     def overlay_of(self, trial: FrozenTrial) -> dict[str, Any]:
