@@ -160,7 +160,7 @@ class ProfileTurn:
             if stored is not None:
                 self._context.say(
                     "The script, a file beside it or the hardware is not the one this study was profiled "
-                    "with; it goes on with its own profile (--no-profile-reuse measures anew)."
+                    "with; it keeps its profile (tune with --no-profile-reuse measures again)."
                 )
                 self.fingerprint = own
                 return stored
