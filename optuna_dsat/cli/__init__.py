@@ -11,9 +11,10 @@ import errno
 import gc
 import os
 import resource
+import shlex
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, NoReturn, TextIO
 
@@ -52,6 +53,7 @@ EXIT_NO_READER = 1
 
 _SHORT_FILES_BYTES = 2**24
 """File size limit below which a failing command mentions the limit: databases and logs may be larger."""
+_LAUNCHERS = ("accelerate", "bash", "deepspeed", "mpirun", "python", "srun", "torchrun")
 _STUDY_OPTIONS = ("--study", "--name", "--study-name")
 
 app = typer.Typer(
@@ -186,13 +188,19 @@ def _interrupt(number: int, _frame: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _study_hint(error: TyperException, context: typer.Context) -> str:
-    """Return how a command is given a study, if an option that it does not have was to name one."""
-    if getattr(error, "option_name", None) not in _STUDY_OPTIONS:
+def _hint(error: TyperException, context: typer.Context, arguments: Sequence[str]) -> str:
+    """Return how a command takes the script, its options or a study, if that was probably meant."""
+    params = context.command.params
+    if context.parent is None and any(word in _LAUNCHERS or Path(word).is_file() for word in arguments[:1]):
+        return f" To tune it: optuna-dsat tune {shlex.join(arguments)}."
+    name = getattr(error, "option_name", None)
+    if name is not None and any(param.name == "script_args" for param in params) and name not in _STUDY_OPTIONS:
+        return " Options of the script follow --."
+    if name not in _STUDY_OPTIONS:
         return ""
-    if any("--study" in param.opts for param in context.command.params):
+    if any("--study" in param.opts for param in params):
         return " --study names the study."
-    takes = any(param.param_type_name == "argument" for param in context.command.params)
+    takes = any(param.param_type_name == "argument" for param in params)
     return f" The study is an argument: {context.command_path} STUDY." if takes else ""
 
 
@@ -213,7 +221,7 @@ def _run(arguments: list[str]) -> NoReturn:
         sys.exit(error.exit_code)
     except TyperException as error:
         context = getattr(error, "ctx", None)  # only usage errors have this attribute
-        remedy = "" if context is None else f"{_study_hint(error, context)} See {context.command_path} --help."
+        remedy = "" if context is None else f"{_hint(error, context, arguments)} See {context.command_path} --help."
         if error.format_message():  # empty if the help was shown instead
             from optuna_dsat.runtime.failure import rule_in_words
 

@@ -123,7 +123,9 @@ def _checked_sqlite(url: URL, shown: str) -> URL:
         raise StorageUrlError(f"The storage '{shown}' cannot be opened: {path} is a directory.")
     for needed in (path.parent, target.parent, path, lock):
         if needed.exists() and not os.access(needed, os.W_OK):
-            raise StorageUrlError(f"The storage '{shown}' cannot be opened: {needed} is not writable.")
+            raise StorageUrlError(
+                f"The storage '{shown}' cannot be opened: {needed} is not writable. Name another with --storage."
+            )
     if path.exists() and _magic_of(path, shown) not in (_SQLITE_MAGIC, b""):
         raise StorageUrlError(f"The storage '{shown}' cannot be opened: {path} is not an SQLite database.")
     return url.set(database=str(path))

@@ -85,6 +85,7 @@ def _script(path: Path) -> tuple[str, str]:
         raise UsageError(
             f"The script {path} {'is not a file' if path.exists() else 'does not exist'}."
             + (" To run a module, say so with -m." if module_file(str(path), Path.cwd()) else "")
+            + (" Write a command without quotes around it." if ".py " in str(path) else "")
         )
     body = [] if path.suffix in _OF_CONFIGS else python_tree(path, f"The script {path}").body
     is_json = len(body) == 1 and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Dict)

@@ -46,6 +46,9 @@ def folder(tmp_path: Path) -> Path:
 CASES = {
     "study-is-an-argument": (["best", "--study", "a"], "No such option: --study. The study is an argument: "),
     "name-is-study": (["random", "--name", "a", "python", "train.py"], "No such option: --name"),
+    "no-command": (["train.py", "ds.json"], "To tune it: optuna-dsat tune train.py ds.json."),
+    "option-of-the-script": (["random", "train.py", "--lr", "1"], "Options of the script follow --."),
+    "command-in-quotes": (["random", "torchrun train.py --lr 1"], "Write a command without quotes around it."),
     "unknown-option-with-a-value": (["random", "-o", "x.json", "--study", "a", "torchrun", "t.py"], "such option: -o"),
     "script-missing": (["random", "gone.py", "ds.json"], "gone.py does not exist"),
     "script-not-python": (["random", "broken.py", "ds.json"], "not Python (line 1)"),
