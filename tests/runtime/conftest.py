@@ -34,6 +34,8 @@ class DeepSpeedEngine:
     def save_16bit_model(self, save_dir, save_filename="pytorch_model.bin"):
         print("saved to", save_dir)
     optimizer = None
+    universal = False
+    def load_universal_checkpoint(self): return self.universal
     def load_checkpoint(self, load_dir, tag=None):
         if tag == "memory": raise MemoryError(tag)
         assert tag == "fits", "another stage"

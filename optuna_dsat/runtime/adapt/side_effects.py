@@ -117,7 +117,8 @@ def tolerate_mismatched_checkpoints(
     @patch(engine_class, "load_checkpoint")
     def load(original: Any, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
-        states = _model_states(bound.arguments["load_dir"], bound.arguments.get("tag"))
+        latest = "latest_universal" if args[0].load_universal_checkpoint() else "latest"
+        states = _model_states(bound.arguments["load_dir"], bound.arguments.get("tag"), latest=latest)
         if states is not None:
             on_load(states.parent)
         try:
@@ -141,11 +142,10 @@ def tolerate_mismatched_checkpoints(
             return str(states), {key: value for key, value in record.items() if key not in _STATES_OF_DEEPSPEED}
 
 
-def _model_states(load_dir: Any, tag: Any) -> Path | None:
+def _model_states(load_dir: Any, tag: Any, *, latest: str) -> Path | None:
     folder = Path(load_dir)
-    latest = folder / "latest"
-    if tag is None and latest.is_file():
-        tag = latest.read_text(encoding="utf-8").strip()
+    if tag is None and (folder / latest).is_file():
+        tag = (folder / latest).read_text(encoding="utf-8").strip()
     return None if tag is None else min((folder / str(tag)).glob("*model_states.pt"), default=None)
 
 
