@@ -201,15 +201,20 @@ def test_the_batch_is_the_first_leading_dimension(batch: Any, size: int | None) 
     assert leading_dimension(batch) == size
 
 
+class Strict(dict[str, Any]):
+    __getattr__ = dict.__getitem__
+
+
 @pytest.mark.parametrize(
     ("output", "loss"),
     [
         (torch.ones(1), 1.0),
         (SimpleNamespace(loss=torch.tensor(2.0)), 2.0),
+        (Strict(logits=torch.ones(2)), None),
         (torch.ones(2), None),
         ({"logits": torch.ones(1)}, None),
     ],
-    ids=["scalar", "output object", "logits", "dict"],
+    ids=["scalar", "output object", "attributes", "logits", "dict"],
 )
 def test_the_loss_is_read_where_it_can_be_seen(output: Any, loss: float | None) -> None:
     bench = MeterBench(lambda clock: _answering(clock, output))
@@ -309,10 +314,10 @@ def test_evaluation_with_gradients_on_is_not_training_where_the_script_trains_in
     assert [step.samples for step in bench.steps] == [4, 4]
 
 
-def ragged(*lengths: int) -> torch.Tensor:
+def ragged(*lengths: int, layout: torch.layout = torch.jagged) -> torch.Tensor:
     rows = [torch.ones(length, dtype=torch.int64) for length in lengths]
     with warnings.catch_warnings(action="ignore"):  # prototype API
-        return torch.nested.nested_tensor(rows, layout=torch.jagged)
+        return torch.nested.nested_tensor(rows, layout=layout)
 
 
 class ScalingEngine(Engine):
@@ -428,6 +433,8 @@ def test_ranks_that_share_a_sequence_count_its_tokens_together() -> None:
         ((torch.ones(2, 9, dtype=torch.uint8),), (2, 18, False)),
         (numpy.ones((2, 7), dtype=numpy.int64), (2, 14, True)),
         (ragged(3, 5), (2, 8, True)),
+        ((ragged(3, 5, layout=torch.strided), torch.ones(2, 5)), (2, 10, False)),
+        (Strict(ids=torch.ones(2, 7, dtype=torch.int64)), (2, 14, True)),
         (torch.tensor(1.0), None),
     ],
     ids=[
@@ -438,6 +445,8 @@ def test_ranks_that_share_a_sequence_count_its_tokens_together() -> None:
         "bytes",
         "NumPy's",
         "ragged",
+        "ragged without a shape",
+        "attributes",
         "a number",
     ],
 )

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from optuna_dsat.runtime.measure.inputs import tensors_of
 from optuna_dsat.runtime.overlay import LEAF_MODULE, ZERO
 
 _SWITCHES = ("gradient_checkpointing", "activation_checkpointing", "grad_checkpointing", "use_checkpoint")
@@ -309,7 +310,7 @@ class RoutingWatch:
         """Observe a forward pass."""
 
         def before(part: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
-            tensors = [item for item in (*args, *kwargs.values()) if _is_tensor(item)]
+            tensors = [*tensors_of((*args, *kwargs.values()), depth=1)]
             self._shapes.setdefault(id(part), []).append(tuple(tensors[0].shape) if tensors else ())
 
         with ExitStack() as stack:

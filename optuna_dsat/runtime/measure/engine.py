@@ -61,9 +61,9 @@ def is_update_step(engine: Any) -> bool:
 
 def loss_of(output: Any) -> Any:
     """Return the detached loss of a model's output (the output itself or its ``loss``), or None."""
-    loss = getattr(output, "loss", output)
-    if hasattr(loss, "detach") and getattr(loss, "numel", lambda: 0)() == 1:
-        return loss.detach()
+    with contextlib.suppress(Exception):  # objects of the script may raise anything for an attribute that is missing
+        loss = getattr(output, "loss", output)
+        return loss.detach() if loss.numel() == 1 else None
     return None
 
 

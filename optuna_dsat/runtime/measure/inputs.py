@@ -64,11 +64,18 @@ def _holds_tokens(tensor: Any) -> bool:
 
 def tensors_of(batch: Any, depth: int = _DEPTH) -> Iterator[Any]:
     """Yield the tensors in a batch, down to a depth of containers."""
-    if getattr(batch, "shape", None) is not None:
+    if _has_shape(batch):
         yield batch
     elif depth > 0 and isinstance(batch, (Mapping, list, tuple)):
         for item in batch.values() if isinstance(batch, Mapping) else batch:
             yield from tensors_of(item, depth - 1)
+
+
+def _has_shape(value: Any) -> bool:
+    try:
+        return getattr(value, "shape", None) is not None
+    except Exception:  # noqa: BLE001 - RuntimeError of torch's nested tensors, KeyError of dicts with attributes
+        return False
 
 
 # Number of samples in the inputs of a forward pass: usually the leading dimension, but not always.
