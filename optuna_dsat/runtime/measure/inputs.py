@@ -73,7 +73,7 @@ def tensors_of(batch: Any, depth: int = _DEPTH) -> Iterator[Any]:
 
 def _has_shape(value: Any) -> bool:
     try:
-        return getattr(value, "shape", None) is not None
+        return (shape := getattr(value, "shape", None)) is not None and len(shape) >= 0
     except Exception:  # noqa: BLE001 - RuntimeError of torch's nested tensors, KeyError of dicts with attributes
         return False
 
