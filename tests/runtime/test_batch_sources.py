@@ -329,6 +329,16 @@ def test_a_sampler_shows_whether_each_rank_loads_all_samples(sampler: str | None
     assert (described["samples"], described["loads_all"]) == ((12, True) if sampler is None else (6, False))
 
 
+def test_a_dataset_that_refuses_to_tell_its_length_may_have_a_sampler() -> None:
+    class Stream(TensorDataset):
+        def __len__(self) -> int:
+            raise ValueError("it grows")
+
+    made = sources()
+    DataLoader(Stream(torch.ones(8)), 2, sampler=range(6))
+    assert made.event(rank=0).loaders[-1]["samples"] == 6
+
+
 def test_batches_of_a_sampler_without_sizes_are_of_the_whole_dataset() -> None:
     """Trainers with samplers of their own, such as buckets of equal length: twice the samples were counted."""
     made = sources()

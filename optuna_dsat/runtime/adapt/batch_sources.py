@@ -391,5 +391,5 @@ def _sampled(batches: Any) -> int | None:
 def _length(source: Any) -> int | None:
     try:
         return len(source)
-    except (TypeError, NotImplementedError, AttributeError):
+    except Exception:  # noqa: BLE001 - a class of the script may raise anything for a length that it does not know
         return None
