@@ -69,7 +69,8 @@ def test_what_cannot_be_shared_out_is_left_out_where_batches_have_one_size() -> 
     with pytest.raises(ValueError, match="has 1 sample: too few for a batch on each of 2 data-parallel ranks"):
         plans(DataLoader(numbers(1)), 2)[0].validation()
     with pytest.raises(TooFewSamplesError, match="training data has 1 sample: too few for a batch of 1"):
-        plans(DataLoader(numbers(1)), 2)[0].training(0)
+        training_batches(DataLoader(numbers(1)), Shard(rank=0, size=2))
+    assert training_batches([], Shard(rank=0, size=2)).per_epoch is None, "no length to divide by"
 
 
 def test_samplers_of_ones_own_are_shared_out_too() -> None:

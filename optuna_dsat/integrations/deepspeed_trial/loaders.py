@@ -123,10 +123,8 @@ class BatchPlan:
         drops_last = self._loader.drop_last or self._shard.whole_batches
         return own // size if drops_last else -(-own // size)
 
-    def training(self, epoch: int) -> list[list[int]]:
-        """Return the batches (lists of indices) of a training epoch.
-
-        The remainder that cannot be divided equally among the ranks is dropped.
+    def check_training(self) -> None:
+        """Check the number of samples.
 
         Raises:
             TooFewSamplesError: If there are too few samples for one batch per rank.
@@ -136,6 +134,13 @@ class BatchPlan:
                 f"The training data has {self._samples_in_words()}: too few for a batch of {self._loader.batch_size} "
                 f"on each of {self._shard.size} data-parallel ranks."
             )
+
+    def training(self, epoch: int) -> list[list[int]]:
+        """Return the batches (lists of indices) of a training epoch.
+
+        The remainder that cannot be divided equally among the ranks is dropped. Raises as ``check_training``.
+        """
+        self.check_training()
         order = self._order(epoch)
         if self._loader.yields_batches:
             return [list(batch) for batch in order[self._shard.rank :: self._shard.size]][: len(self)]
@@ -260,7 +265,7 @@ class PlainBatches(EndlessBatches):
     def __init__(self, loader: Any) -> None:
         # DeepSpeed's RepeatingLoader hides the end of an epoch.
         loader = loader.loader if type(loader).__name__ == "RepeatingLoader" else loader
-        super().__init__(functools.partial(_epochs, loader), per_epoch=length_of(loader))
+        super().__init__(functools.partial(_epochs, loader), per_epoch=length_of(loader) or None)
 
     def restore(self, position: Position) -> None:
         """Move to a position; restore the random states of its epoch's start if included."""
@@ -314,8 +319,9 @@ def training_batches(loader: Any, shard: Shard) -> EndlessBatches:
     """Return the training batches of a rank; a position in a ``DataLoader`` is restored without loading samples."""
     if not isinstance(loader, DataLoader):
         return PlainBatches(loader)
-    per_epoch = len(BatchPlan(loader, shard))
-    return EndlessBatches(functools.partial(_sharded, loader, shard, per_epoch), per_epoch=per_epoch)
+    plan = BatchPlan(loader, shard)
+    plan.check_training()
+    return EndlessBatches(functools.partial(_sharded, loader, shard, len(plan)), per_epoch=len(plan))
 
 
 def length_of(loader: Any) -> int | None:
