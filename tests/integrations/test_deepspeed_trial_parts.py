@@ -326,6 +326,22 @@ def test_all_ranks_resume_from_what_the_first_has_found(tmp_path: Path) -> None:
         training._start(SimpleNamespace(folder=tmp_path), resume=False)
 
 
+def test_accumulation_follows_the_engine() -> None:
+    engine = SimpleNamespace(micro_steps=0, gradient_accumulation_steps=lambda: 2)
+
+    def train_batch(*_: Any) -> None:
+        engine.micro_steps += 1
+
+    training: Any = object.__new__(Training)
+    training._context = SimpleNamespace(use_pipeline_parallel=False, automatic_accumulation=True)
+    training._engine, training._trial = engine, SimpleNamespace(train_batch=train_batch)
+    training._micro_batches_per_epoch, training._stream, training._batches = None, None, 0
+    for accumulation, micro_steps in ((2, 2), (1, 3)):
+        engine.gradient_accumulation_steps = lambda steps=accumulation: steps
+        training._train_batch(counts=False)
+        assert engine.micro_steps == micro_steps
+
+
 def test_callbacks_are_a_mapping_of_names() -> None:
     with pytest.raises(TypeError, match="build_callbacks returns a mapping of names to PyTorchCallbacks"):
         _checked([PyTorchCallback()])

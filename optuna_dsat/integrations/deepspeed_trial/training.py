@@ -63,9 +63,6 @@ class Training:
         if not context.engines:
             raise RuntimeError("No engine is known: call context.wrap_model_engine in the trial's __init__.")
         self._engine = context.engines[0]
-        self._accumulation = int(self._engine.gradient_accumulation_steps())
-        whole = context.use_pipeline_parallel or not context.automatic_accumulation
-        self._calls = 1 if whole else self._accumulation
         self._train_batch_size = int(self._engine.train_batch_size())
         self._check_roles()
         self._stream = self._build_stream()
@@ -76,6 +73,11 @@ class Training:
         self._validation: Any = None
         self._validation_calls = 0
         self._batches = 0
+
+    @property
+    def _accumulation(self) -> int:
+        """Micro-batches of a batch; a launch of a search may change them between two batches."""
+        return int(self._engine.gradient_accumulation_steps())
 
     def measure(self) -> None:
         """Train indefinitely; the runtime ends the process after the last profile step."""
@@ -148,7 +150,8 @@ class Training:
         per_epoch = self._batches_per_epoch()
         if per_epoch is not None and self._batches % per_epoch == 0:
             self._call("on_training_epoch_start", self._batches // per_epoch)
-        for _ in range(self._calls):
+        whole = self._context.use_pipeline_parallel or not self._context.automatic_accumulation
+        for _ in range(1 if whole else self._accumulation):
             metrics = self._trial.train_batch(self._stream, epoch, self._batches)
             if counts and self._unit.should_report_metrics:
                 self._add(metrics, where="train_batch")
