@@ -157,11 +157,7 @@ def home() -> Path:
 
 
 def mount_points(table: str = "/proc/self/mountinfo") -> dict[str, str]:
-    """Return mount point -> type of file system (proc(5)); of several mounts on the same path, the last.
-
-    Raises:
-        OSError: If the table cannot be read.
-    """
+    """Return mount point -> type of file system (proc(5)); of several mounts on the same path, the last."""
     result: dict[str, str] = {}
     with Path(table).open("rb") as lines:
         for line in lines:

@@ -246,8 +246,7 @@ class DeepSpeedHook:
 
             def build() -> tuple[Any]:
                 if read is not None:
-                    names = ("mpu", "mesh_device")  # the latter since DeepSpeed 0.15
-                    more = {name: given[name] for name in names if name in given}
+                    more = {name: given[name] for name in ("mpu", "mesh_device") if name in given}  # 0.14 has one only
                     given["config_class"] = type(read)(given["config"], **more)
                 original(*bound.args, **bound.kwargs)
                 return (engine,)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset, Sampler
 
 from optuna_dsat.integrations.deepspeed_trial.checkpoints import random_states, restore_random_states
+from optuna_dsat.runtime.adapt.batch_sources import length_of
 from optuna_dsat.runtime.failure import TooFewSamplesError
 from optuna_dsat.runtime.measure.inputs import leading_dimension
 
@@ -322,11 +323,3 @@ def training_batches(loader: Any, shard: Shard) -> EndlessBatches:
     plan = BatchPlan(loader, shard)
     plan.check_training()
     return EndlessBatches(functools.partial(_sharded, loader, shard, len(plan)), per_epoch=len(plan))
-
-
-def length_of(loader: Any) -> int | None:
-    """Return the number of batches of a loader; None for an iterable dataset without length."""
-    try:
-        return len(loader)
-    except TypeError:
-        return None

@@ -22,11 +22,11 @@ from optuna_dsat.integrations.deepspeed_trial.loaders import (
     EndlessBatches,
     Position,
     ValidationBatches,
-    length_of,
     training_batches,
 )
 from optuna_dsat.integrations.deepspeed_trial.metrics import Averages, MetricsFile, by_name, reduced
 from optuna_dsat.integrations.deepspeed_trial.trial import DeepSpeedTrial, PyTorchCallback
+from optuna_dsat.runtime.adapt.batch_sources import length_of
 from optuna_dsat.script.trial_class import Length
 
 METRICS = "metrics.jsonl"

@@ -197,13 +197,11 @@ class ProcessTree:
 
     def descendants(self) -> set[ProcessKey]:
         """Return the living descendants of torchrun, and of ranks that were re-parented."""
-        processes: set[ProcessKey] = children_of(() if self._agent_key is None else (self._agent_key,))
-        return processes | children_of(self.ranks - processes)
+        return children_of(self._roots())
 
     def living(self) -> set[ProcessKey]:
         """Return torchrun, the ranks, and all their living descendants."""
-        agent = set() if self._agent_key is None else {self._agent_key}
-        return self.descendants() | self.ranks | agent
+        return self.descendants() | self._roots()
 
     def _descendants_and_ranks(self) -> set[ProcessKey]:
         processes = self.descendants() | self.ranks

@@ -308,8 +308,8 @@ class _Loader:
             sampler = getattr(batches, "sampler", None)
             if self.samples is None:  # the sampler that the loader makes and does not use: over the whole dataset
                 sampler = getattr(loader, "sampler", None)
-                self.samples = _length(sampler)
-            in_data = _length(getattr(loader, "dataset", None))
+                self.samples = length_of(sampler)
+            in_data = length_of(getattr(loader, "dataset", None))
             self.loads_all = sampler is not None and not hasattr(sampler, "num_replicas") and self.samples == in_data
 
     def described(self) -> dict[str, Any]:
@@ -379,8 +379,8 @@ def _sampled(batches: Any) -> int | None:
     """
     sampler = getattr(batches, "sampler", None)
     if sampler is not None:
-        return _length(sampler)
-    count = _length(batches)
+        return length_of(sampler)
+    count = length_of(batches)
     size: Any = getattr(batches, "batch_size", None)
     if count is None or not is_size(size):
         return None
@@ -388,7 +388,8 @@ def _sampled(batches: Any) -> int | None:
     return count * int(size) // int(parts)
 
 
-def _length(source: Any) -> int | None:
+def length_of(source: Any) -> int | None:
+    """Return the length of a loader, sampler or dataset; None for one without any."""
     try:
         return len(source)
     except Exception:  # noqa: BLE001 - a class of the script may raise anything for a length that it does not know

@@ -259,17 +259,14 @@ class HuggingFaceHook(TrainerHook):
 
         Only the first ``TrainingArguments`` have them; copies by trl's trainers or parsers have the launch's.
         """
-        result = self._given_values(arguments)
+        micro_batch, accumulation = (int(getattr(arguments, field)) for field in TRAINER_FIELDS.values())
+        result = micro_batch, accumulation, self._parses_command_line
         if self._own is not None:
             sizes = dict(zip(TRAINER_FIELDS, self._own[:2]))
             if result[:2] == tuple(self._plan.overlay.get(key, own) for key, own in sizes.items()):
                 return self._own
         self._own = result
         return result
-
-    def _given_values(self, arguments: Any) -> tuple[int, int, bool]:
-        micro_batch, accumulation = (int(getattr(arguments, field)) for field in TRAINER_FIELDS.values())
-        return micro_batch, accumulation, self._parses_command_line
 
     def _set_arguments(self, arguments: Any) -> None:
         """Set the batch sizes, and the precision of a launch in bf16."""

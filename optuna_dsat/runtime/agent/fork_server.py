@@ -88,8 +88,7 @@ class _ForkServer:
             return
         own = os.getpid()
         pid = fork_child(lambda reopened: self._become_agent(order, parent_state, reopened, parent=own))
-        if (key := ProcessKey.of(pid)) is not None:
-            self._agents[pid] = key
+        self._agents[pid] = ProcessKey.of(pid) or ProcessKey(pid, 0)  # it may have ended
         descriptor = os.pidfd_open(pid)
         self._selector.register(descriptor, selectors.EVENT_READ, (order["launch_id"], pid))
         self._send(event="started", launch_id=order["launch_id"], pid=pid)

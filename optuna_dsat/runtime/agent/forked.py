@@ -81,11 +81,10 @@ class ParentState:
 
 def can_fork() -> bool:
     """Return whether warm launches can work: this Python and the system have pidfds (Linux 5.3)."""
-    try:
+    with contextlib.suppress(AttributeError, OSError):  # as in a sandbox, or if Python was built on an older system
         os.close(os.pidfd_open(os.getpid()))
-    except (AttributeError, OSError):  # as in a sandbox, or if Python was built on an older system
-        return False
-    return True
+        return True
+    return False
 
 
 def _open_descriptors() -> dict[int, tuple[int, int]]:
