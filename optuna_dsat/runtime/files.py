@@ -1,7 +1,8 @@
 """Atomic writes of text files.
 
-A file is written as ``.NAME.PID`` and locked until it is renamed. The next writer of the same file removes unlocked
-temporary files, which killed processes left behind; the lock works across namespaces and machines.
+A file is written as ``.NAME.RANDOM.PID`` and locked until it is renamed. The next writer of the same file removes
+unlocked temporary files, which killed processes left behind; the lock works across namespaces and machines, in which
+processes may have the same number.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def write_text_atomic(path: Path, text: str, *, durable: bool = False, mode: int
     ``durable`` syncs it to disk before it replaces the old. ``mode`` are permission bits, else the umask's default.
     """
     _remove_abandoned(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{int.from_bytes(os.urandom(4), 'big')}.{os.getpid()}")
     try:
         with _open_locked(temporary) as file:
             if mode is not None:
@@ -94,16 +95,18 @@ def _open_locked(temporary: Path) -> TextIO:
         file.close()
 
 
+_NUMBERS = re.compile(r"(\d+\.)?\d+")
+
+
 def _remove_abandoned(path: Path) -> None:
     """Remove temporary files of killed processes that were writing a file."""
     prefix = f".{path.name}."
     with contextlib.suppress(OSError), os.scandir(path.parent) as entries:
-        left = [
-            entry.path for entry in entries if entry.name.startswith(prefix) and entry.name[len(prefix) :].isdigit()
-        ]
+        names = [entry.name for entry in entries if entry.name.startswith(prefix)]
+        left = [path.with_name(name) for name in names if _NUMBERS.fullmatch(name, len(prefix))]
         for name in left:
             with contextlib.suppress(OSError):
-                _remove_unlocked(Path(name))
+                _remove_unlocked(name)
 
 
 def _remove_unlocked(path: Path) -> None:

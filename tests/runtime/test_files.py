@@ -14,15 +14,16 @@ from optuna_dsat.runtime.files import read_regular, set_aside, write_output, wri
 
 def test_what_a_killed_writer_left_goes_with_the_next_write_of_that_file(tmp_path: Path) -> None:
     others = {".b.json.123", ".a.json.x", ".a.json", "a.json.123"}
-    for name in (".a.json.123", f".a.json.{os.getpid()}", *others):
+    for name in (".a.json.123", f".a.json.5.{os.getpid()}", *others):
         (tmp_path / name).write_text("half")
     write_text_atomic(tmp_path / "a.json", "whole")
     assert {path.name for path in tmp_path.iterdir()} == {"a.json", *others}
     assert (tmp_path / "a.json").read_text() == "whole"
 
 
-def test_what_a_living_writer_has_begun_stays(tmp_path: Path) -> None:
-    begun = tmp_path / ".a.json.123"
+@pytest.mark.parametrize("number", ["123", "5.123", str(os.getpid())], ids=["before", "now", "other container"])
+def test_what_a_living_writer_has_begun_stays(tmp_path: Path, number: str) -> None:
+    begun = tmp_path / f".a.json.{number}"
     with begun.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         write_text_atomic(tmp_path / "a.json", "whole")
@@ -39,7 +40,7 @@ def test_a_file_that_was_taken_for_an_abandoned_one_is_begun_again(
 
     def taken_just_before(file: Any, operation: int) -> None:
         if not taken:
-            taken.append(f".a.json.{os.getpid()}")
+            taken.append(next(tmp_path.iterdir()).name)
             (tmp_path / taken[0]).unlink()
         lock(file, operation)
 
