@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ import pytest
 from optuna_dsat.cli.show import show_result
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.knobs import BF16, BF16_STATES
+from optuna_dsat.launch.protocol import LaunchRequest
+from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.facts import advice_on
-from optuna_dsat.study.confirm.loss_check import TOLERANCES, compare, is_of_losses
+from optuna_dsat.study.confirm.loss_check import TOLERANCES, check_loss, compare, is_of_losses
 from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.stored import read_stored, record_of
 from tests.harness.landscapes import Hill
@@ -146,6 +149,24 @@ def test_losses_are_compared_against_precision_and_the_scripts_own_noise(
     assert check.agrees is agrees
     assert check.tolerance == TOLERANCES["fp32"]
     assert check.message.endswith(".")
+
+
+@pytest.mark.parametrize(("own", "best"), [(None, 4), (4, 4), (4, None), (None, 30)])
+def test_losses_are_compared_at_the_same_steps_of_the_script_if_zenflow_counts_several_as_one(
+    bench: StudyBench, own: int | None, best: int | None
+) -> None:
+    def zero(interval: int | None) -> dict[str, Any]:
+        return {"stage": 2, "zenflow": None if interval is None else {"update_interval": interval}}
+
+    def launch(request: LaunchRequest) -> tuple[Any, Any]:
+        each = (ds_config.zero_section(request.ds_config).get("zenflow") or {}).get("update_interval", 1)
+        steps = range(each, each * request.end_profile_step + 1, each)
+        boundaries = [SimpleNamespace(loss=1 / step) for step in steps]
+        return SimpleNamespace(boundaries=boundaries), SimpleNamespace(outcome=Outcome.MEASURED)
+
+    spec = bench.spec(ds_config={**USER_CONFIG, "zero_optimization": zero(own)})
+    check = check_loss(spec, {"zero_optimization": zero(best)}, data_parallel_size=2, launch=launch)
+    assert check.difference == 0
 
 
 def test_equal_losses_agree_within_nothing_that_needs_a_number() -> None:

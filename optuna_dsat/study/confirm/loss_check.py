@@ -89,7 +89,9 @@ def check_loss(
     if ds_config.precision_of(best) == "bf16" and "fp16" not in best:
         best_overlay["fp16"] = None
     precision = max(_precision(user), _precision(best), key=lambda name: TOLERANCES[name])
-    every = _steps_of_an_update(zero)
+    counted = [_steps_of_an_update(ds_config.zero_section(config)) for config in (user, ds_config.merge(user, best))]
+    own, every = (count // math.gcd(*counted) for count in counted)
+    steps = max(steps, own * every)
     losses: dict[str, Sequence[float]] = dict(known)
     for which, overlay in (("user", batch), ("user_again", batch), ("best", best_overlay)):
         if which in known:
@@ -100,7 +102,7 @@ def check_loss(
             purpose="confirm",
             overlay=overlay,
             start_profile_step=1,
-            end_profile_step=steps // every if which == "best" else steps,
+            end_profile_step=steps // (every if which == "best" else own),
         )
         record, report = launch(request)
         if report.outcome is not Outcome.MEASURED:
@@ -108,8 +110,8 @@ def check_loss(
             return _undecided(precision, losses, f"the launch {request.launch_id} ended with {ended}")
         boundaries = record.boundaries[:steps]  # skipped steps too: the data of each step are the same
         losses[which] = [step.loss for step in boundaries if step.loss is not None]
-    if every > 1:
-        losses |= {which: losses[which][every - 1 :: every] for which in ("user", "user_again")}
+    for which, factor in (("user", every), ("user_again", every), ("best", own)):
+        losses[which] = losses[which][factor - 1 :: factor]
     return compare(losses, precision=precision, rounds_weights=is_bf16(best) and not is_bf16(user))
 
 
@@ -129,7 +131,7 @@ def _steps_of_an_update(zero: Mapping[str, Any]) -> int:
     """Return the steps of the script that DeepSpeed counts as a step: ZenFlow's between updates on the host, else 1."""
     zenflow = zero.get("zenflow")
     interval = zenflow.get("update_interval") if isinstance(zenflow, Mapping) else 1
-    return interval if isinstance(interval, int) else 1
+    return max(1, interval) if isinstance(interval, int) else 1
 
 
 def nothing_to_compare(spec: StudySpec) -> LossCheck:
