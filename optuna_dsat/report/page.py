@@ -41,7 +41,7 @@ from optuna_dsat.secrecy.shapes import hidden_data
 from optuna_dsat.study.command import BEST_CONFIG, SAME_BATCH_CONFIG
 from optuna_dsat.study.confirm.measured import configuration_of
 from optuna_dsat.study.confirm.words import remarks_in_words
-from optuna_dsat.study.end_reason import BUDGETS, headroom_in_words
+from optuna_dsat.study.end_reason import BUDGETS, EndReason, headroom_in_words
 from optuna_dsat.study.result import SameBatch, StudyResult
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import (
@@ -394,8 +394,12 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> set[str]:
 
 def _commands(view: StudyView) -> Iterator[tuple[str, str]]:
     """Yield (purpose, command)."""
-    ended = view.end_reason is not None
-    if view.is_fruitless or (view.result is not None and ended):
+    reason = view.end_reason
+    if reason == EndReason.EXHAUSTED and view.spec.method == "guided" and view.spec.options.min_gain > 0:
+        yield "Continue the search, for any gain", cli_command(view, "resume", "--min-gain", 0)
+    elif reason in (EndReason.EXHAUSTED, EndReason.EARLY_STOPPING):
+        pass  # it would end at once
+    elif view.is_fruitless or (view.result is not None and reason is not None):
         more = ("--max-trials", 2 * view.spec.max_trials)
         yield "Continue the search, with more trials", cli_command(view, "resume", *more)
     else:

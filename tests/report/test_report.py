@@ -16,8 +16,9 @@ from optuna.trial import FrozenTrial, TrialState
 from optuna_dsat.errors import ScriptFailedError
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report import figures
-from optuna_dsat.report.page import figure_section, render, sections_of
+from optuna_dsat.report.page import _commands, figure_section, render, sections_of
 from optuna_dsat.report.view import StudyView
+from optuna_dsat.study.end_reason import EndReason
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import times_in_words
 from tests.harness import present
@@ -124,6 +125,25 @@ def test_an_empty_study_says_why_there_is_no_figure(bench: ReportedStudyBench) -
     assert "profile launch has not ended" in missing(view)["memory"]
     assert "optuna-dsat resume s" in page.text
     assert not re.search("<script>[^<]*plotly", render(view)[:200_000])
+
+
+@pytest.mark.parametrize(
+    ("method", "reason", "expected"),
+    [
+        ("random", EndReason.BUDGET, "--max-trials 32"),
+        ("random", EndReason.EARLY_STOPPING, None),
+        ("random", EndReason.EXHAUSTED, None),
+        ("guided", EndReason.EXHAUSTED, "--min-gain 0"),
+    ],
+)
+def test_a_search_is_continued_by_what_ended_it(
+    view: StudyView, method: str, reason: EndReason, expected: str | None
+) -> None:
+    ended = {**view.attributes, attributes.END_REASON: reason}
+    found = dict(_commands(replace(view, spec=view.spec.model_copy(update={"method": method}), attributes=ended)))
+    commands = [command for command in found.values() if " resume " in command]
+    assert len(commands) == (expected is not None)
+    assert all(command.endswith(expected or "") for command in commands)
 
 
 def test_a_study_that_is_still_running_shows_what_there_is(view: StudyView) -> None:
