@@ -7,6 +7,7 @@ browser, during the search.
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -75,6 +76,8 @@ def report(
     from optuna_dsat.report.view import read_view
     from optuna_dsat.report.write import COMPARISON, default_path, is_report, write_comparison, write_report
 
+    if math.inf in (epochs, price):
+        raise UsageError("--epochs and --price must be finite numbers.")
     training = Training(epochs=epochs, price_per_gpu_hour=price, dataset_size=dataset_size)
     if names and len(names) > 1:
         confirm_replacing(output or Path(COMPARISON), is_ours=is_report)
