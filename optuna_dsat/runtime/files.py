@@ -95,21 +95,19 @@ def _open_locked(temporary: Path) -> TextIO:
         file.close()
 
 
-_NUMBERS = re.compile(r"(\d+\.)?\d+")
-
-
 def _remove_abandoned(path: Path) -> None:
     """Remove temporary files of killed processes that were writing a file."""
     prefix = f".{path.name}."
     with contextlib.suppress(OSError), os.scandir(path.parent) as entries:
         names = [entry.name for entry in entries if entry.name.startswith(prefix)]
-        left = [path.with_name(name) for name in names if _NUMBERS.fullmatch(name, len(prefix))]
+        left = [path.with_name(name) for name in names if re.fullmatch(r"(\d+\.)?\d+", name[len(prefix) :])]
         for name in left:
             with contextlib.suppress(OSError):
-                _remove_unlocked(name)
+                remove_unlocked(name)
 
 
-def _remove_unlocked(path: Path) -> None:
+def remove_unlocked(path: Path) -> None:
+    """Remove a file; raise ``OSError`` for a link or a folder, and if a process has locked it."""
     descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import mmap
 import os
@@ -116,13 +117,16 @@ def test_what_a_killed_tuner_left_is_removed(
     tuner.kill()
     tuner.wait()
     assert any_gone(notes)
-    removed = remove_leftovers(environ, notes=notes)
+    with (made / "trial-0000" / f".command.json.{tuner.pid}").open("w") as written:
+        fcntl.flock(written, fcntl.LOCK_EX)
+        removed = remove_leftovers(environ, notes=notes)
     wait_until(lambda: ended(rank), what="its rank is gone")
     assert (removed["folders"], removed["partial_files"]) == (1, 1)
     assert "1 temporary folder, 1 partly written file" in removed_in_words(removed)
     wait_until(lambda: not any(path.exists() for path in shared), what="its shared memory is gone")
     assert not (made / "temporary").exists()
-    assert [path.name for path in (made / "trial-0000").iterdir()] == [".launch.json.1"], "another process writes that"
+    left = sorted(path.name for path in (made / "trial-0000").iterdir())
+    assert left == [f".command.json.{tuner.pid}", ".launch.json.1"], "others write them, one on another machine"
     assert list(notes.iterdir()) == []
 
 

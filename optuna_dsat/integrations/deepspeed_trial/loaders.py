@@ -125,11 +125,7 @@ class BatchPlan:
         return own // size if drops_last else -(-own // size)
 
     def check_training(self) -> None:
-        """Check the number of samples.
-
-        Raises:
-            TooFewSamplesError: If there are too few samples for one batch per rank.
-        """
+        """Raise ``TooFewSamplesError`` if there are too few samples for one batch per rank."""
         if len(self) == 0:
             raise TooFewSamplesError(
                 f"The training data has {self._samples_in_words()}: too few for a batch of {self._loader.batch_size} "

@@ -32,6 +32,7 @@ from optuna_dsat.launch.machine.processes import LaunchProcess, find_leftovers, 
 from optuna_dsat.launch.machine.shared_memory import MAKERS, noted_path, shared_memory_of
 from optuna_dsat.launch.machine.tree import end_noted
 from optuna_dsat.runtime.adapt.journal import SHARED_MEMORY
+from optuna_dsat.runtime.files import remove_unlocked
 from optuna_dsat.runtime.process_identity import process_space
 
 # Clean-up journal of a tuner: lists possible leftovers of its launches, in a folder of the user, until removed.
@@ -354,7 +355,9 @@ def _remove_partial_files(tuner: GoneTuner) -> int:
         return 0
     paths = [*tuner.output_dir.glob(".*"), *tuner.output_dir.glob("*/.*")]
     partial = [path for path in paths if (m := _PARTIAL.fullmatch(path.name)) and int(m["pid"]) == tuner.pid]
-    partial = [path for path in partial if path.is_file() and not path.is_symlink()]
+    removed = 0
     for path in partial:
-        path.unlink(missing_ok=True)
-    return len(partial)
+        with contextlib.suppress(OSError):  # a link, or a process of this number on another machine writes it
+            remove_unlocked(path)
+            removed += 1
+    return removed
