@@ -111,7 +111,7 @@ def test_work_without_an_event_counts_for_some_limits_alone() -> None:
     assert watched.last_activity(990.0) == 995.0, "an event starts the count anew"
 
 
-def test_readings_are_taken_of_living_processes_and_of_what_they_ended() -> None:
+def test_readings_are_taken_of_living_processes_and_of_what_they_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'sum(range(10**7))']); print('', flush=True)"
     code += "; input()"
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -124,6 +124,8 @@ def test_readings_are_taken_of_living_processes_and_of_what_they_ended() -> None
     assert list(result) == [key]
     assert result[key].ended_cpu_s > 0.0
     assert result[key].io_bytes > 4096
+    monkeypatch.delattr(psutil.Process, "io_counters")  # as psutil has none on a system without /proc/PID/io
+    assert read_usage([key])[key].io_bytes == 0
     process.communicate("\n")
     assert read_usage([key]) == {}
 

@@ -122,7 +122,7 @@ def read_usage(keys: Iterable[ProcessKey]) -> dict[ProcessKey, ProcessUsage]:
 def _io_bytes(process: psutil.Process) -> int:
     try:
         io = process.io_counters()
-    except psutil.AccessDenied:  # another user's process
+    except (psutil.AccessDenied, AttributeError, RuntimeError, ValueError):  # another user's, or the system counts none
         return 0
     through_calls = io.read_chars + io.write_chars
     return int(through_calls + io.read_bytes + io.write_bytes)  # memory-mapped files count only in the latter
