@@ -86,7 +86,6 @@ class Hardware:
     """Where a launch runs."""
 
     world_size: int
-    """Data-parallel ranks."""
     ranks_per_node: int
     device_memory_bytes: int
     """Memory that a rank may use on its device."""
@@ -96,6 +95,13 @@ class Hardware:
     """``cuda`` or ``cpu``; on ``cpu``, offloaded states stay in the rank's own memory and save nothing."""
     nvme_bytes_per_s: float | None = None
     """Measured speed of a host's NVMe, the mean of reading and writing the same bytes; None if unknown."""
+    stages: int = 1
+    """Stages of a pipeline: ZeRO partitions each of them among the ranks that have it."""
+
+    @property
+    def partitions(self) -> int:
+        """Ranks among which ZeRO partitions a parameter's states."""
+        return max(1, self.world_size // self.stages)
 
     @property
     def ranks_on_node(self) -> int:
@@ -240,7 +246,7 @@ def zero_settings(profile: ModelProfile, ds_config: Config, hardware: Hardware) 
         activation_bytes=profile.activation_bytes(every) // (2 if is_halved else 1),
         recomputed=profile.checkpointed_share(every) * profile.block_share,
         optimizer=profile.optimizer,
-        ranks=hardware.world_size,
+        ranks=hardware.partitions,
         on_cpu=hardware.device == "cpu",
     )
 

@@ -237,7 +237,7 @@ class StepTimeModel:
             largest_layer=profile.largest_layer_params,
             param_bytes=profile.param_bytes,
             flops_per_sample=profile.flops_per_sample,
-            ranks=hardware.world_size,
+            ranks=hardware.partitions,
             ranks_per_node=hardware.ranks_on_node,
             machine={**machine, **_nvme_prior(hardware)},
             prior=prior,

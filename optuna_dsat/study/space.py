@@ -61,6 +61,7 @@ def hardware_of(spec: StudySpec, profiled: Profiled) -> memory.Hardware:
         host_memory_bytes=profiled.profile.host_memory_bytes,
         device=spec.device,
         nvme_bytes_per_s=profiled.nvme_bytes_per_s.get(spec.nvme_folder or ""),
+        stages=spec.slots_per_trial // profiled.data_parallel_size if profiled.pipeline else 1,
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,9 @@ from optuna_dsat.cost.memory import (
 )
 from optuna_dsat.cost.zero_states import optimizer_bytes_per_param
 from optuna_dsat.runtime.events import ProfileMeasured
+from optuna_dsat.study.space import hardware_of
+from tests.harness.small_model import profiled_of
+from tests.harness.studies import spec_of
 
 GIB = 2**30
 STATES = ("parameters", "gradients", "master", "optimizer")
@@ -67,6 +72,15 @@ def offload(*keys: str, device: str = "cpu") -> dict[str, Any]:
 def states(a_profile: ModelProfile, ds_config: dict[str, Any], where: Hardware) -> float:
     parts = estimate(a_profile, ds_config, micro_batch=0, hardware=where).parts
     return sum(size for name, size in parts.items() if name in STATES)
+
+
+def test_a_stage_of_a_pipeline_is_partitioned_among_the_ranks_that_have_it() -> None:
+    known = replace(profiled_of(profile=profile()), pipeline=True, data_parallel_size=2)
+    where = hardware_of(spec_of(Path("study"), slots_per_trial=8), known)
+    assert states(profile(), config(1), where) == states(profile(), config(1), hardware(world_size=2))
+    assert where.ranks_on_node == 8
+    ulysses = replace(known, pipeline=False)  # its ranks share samples and partition among all
+    assert hardware_of(spec_of(Path("study"), slots_per_trial=8), ulysses).partitions == 8
 
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
