@@ -15,6 +15,7 @@ from optuna_dsat.config.user_file import misspelt_in_words
 from optuna_dsat.errors import PATH_ERRORS, UsageError
 from optuna_dsat.script.command.interception import is_of_launch
 from optuna_dsat.script.command.source import mentioned, reads_input
+from optuna_dsat.secrecy.names import is_secret
 from optuna_dsat.study.options.declaration import options_in
 from optuna_dsat.study.spec import StudyRequest, StudySpec
 from optuna_dsat.tuning.options.autotuning import Sweep, sweep_of, with_autotuning
@@ -109,8 +110,11 @@ def prepare(method: str | None, given: Given) -> Prepared:
     return Prepared(request=request, given=given, notes=[*notes, *misspelt, *devices.notices, *_of_process(spec)])
 
 
-_OF_SHELLS = frozenset({"_", "HOME", "HOSTNAME", "LANG", "LOGNAME", "PATH", "PWD", "SHELL", "TERM", "TMPDIR", "USER"})
-_OF_DEVICES = frozenset({"CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR", "LOCAL_SIZE", "OMP_NUM_THREADS"})
+_OF_ALL_SCRIPTS = frozenset({
+    "_", "HOME", "HOSTNAME", "LANG", "LOGNAME", "PATH", "PWD", "SHELL", "TERM", "TMPDIR", "USER",
+    "CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR", "LOCAL_SIZE", "OMP_NUM_THREADS",
+})  # fmt: skip
+"""Variables that are the same in any shell, or of the devices."""
 
 
 def _of_process(spec: StudySpec) -> Iterator[str]:
@@ -121,9 +125,11 @@ def _of_process(spec: StudySpec) -> Iterator[str]:
         is_given = stat.S_IFMT(os.fstat(0).st_mode) in (stat.S_IFIFO, stat.S_IFREG, stat.S_IFSOCK)
         if is_given and reads_input(script.script, **where):
             yield "The script reads its standard input, which is empty in trials: have it read a file instead."
-    stored = {*script.environment, *_OF_SHELLS, *_OF_DEVICES}
-    names = [name for name in os.environ if name not in stored and not is_of_launch(name)]
-    if read := mentioned(sorted(names), script.script, **where):
+    stored = {*script.environment, *_OF_ALL_SCRIPTS}
+    given = {
+        name for name in os.environ.keys() - stored if not is_of_launch(name) and not is_secret(name, os.environ[name])
+    }
+    if read := mentioned(sorted(given), script.script, **where):
         yield (
             f"The script reads {', '.join(read)} from this shell's environment, which is neither stored nor in the "
             f"printed command: --env {read[0]}=VALUE is."
