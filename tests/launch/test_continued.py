@@ -170,7 +170,7 @@ def test_a_setting_that_an_engine_refuses_by_name_is_not_changed_again(tmp_path:
     made._learn_limit({MICRO_BATCH: 8, refused: False}, "a mixture of experts needs reduce_scatter")
     assert made._not_followed == {refused}
     assert notices == [
-        f"Trials with another {refused} are launched one by one, as a running engine did not follow: a mixture of "
+        f"Trials with another {refused} are launched one by one, as one in a running engine failed: a mixture of "
         "experts needs reduce_scatter."
     ]
 
