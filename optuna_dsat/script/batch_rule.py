@@ -71,8 +71,11 @@ class BatchRule(Record):
             return {"kind": "setting", "file": self.file, "key": self.key, "own": self.own, "scale": scale, **rows}
         return {"kind": "held", **rows} if self.kind == "held" else rows
 
-    def announcement(self) -> str:
-        """Return one line for the user: the source of the batch size, and whether it follows each configuration."""
+    def announcement(self, *, stated: object = None) -> str:
+        """Return one line for the user: the source of the batch size, and whether it follows each configuration.
+
+        ``stated`` is the micro-batch in the user's config.
+        """
         if self.sizes is not None:
             least, most = self.sizes
             return (
@@ -88,9 +91,11 @@ class BatchRule(Record):
         if self.kind == "config":
             return f"The script feeds the engine {self._rows_in_words}: samples are counted, not rows."
         rows = "" if self.rows == (1, 1) else f" and feeds the engine {self._rows_in_words}"
-        place = f"its data loader ({Path(self.file).name}, line {self.line}, now {self.own})"
+        differs = isinstance(stated, int) and stated != self.own
+        now = f"now {self.own}, not {stated} as in the config" if differs else f"now {self.own}"
+        place = f"its data loader ({Path(self.file).name}, line {self.line}, {now})"
         if self.kind != "loader":
-            place = f"{self.option.rstrip('=') or f'{self.key} in {Path(self.file).name}'} (now {self.own})"
+            place = f"{self.option.rstrip('=') or f'{self.key} in {Path(self.file).name}'} ({now})"
         return f"The script takes its batch size from {place}{rows}; it follows each configuration."
 
     @property

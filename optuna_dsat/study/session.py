@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 
 import optuna
 
+from optuna_dsat.config.ds_config import MICRO_BATCH
 from optuna_dsat.guided.prior_knowledge import PriorKnowledge
 from optuna_dsat.launch.follow import SlotWait
 from optuna_dsat.launch.protocol import Launcher
@@ -105,7 +106,7 @@ class Session:
         if profiled.trainer is not None:
             self._context.say(profiled.trainer.announcement())
         if profiled.batch is not None:
-            self._context.say(profiled.batch.announcement())
+            self._context.say(profiled.batch.announcement(stated=self.spec.ds_config.get(MICRO_BATCH)))
         found = {"ZeRO stage": profiled.stage_option, "accumulation steps": profiled.accumulation_option}
         for what, option in ((what, option.rstrip("=")) for what, option in found.items() if option):
             self._context.say(f"The script takes its {what} from {option}; it follows each configuration.")

@@ -70,7 +70,8 @@ def test_a_setting_of_a_file_and_a_loader_are_told_to_the_ranks() -> None:
 def test_a_rule_is_stored_whole() -> None:
     rule = BatchRule(kind="option", own=4, option="--batch-size")
     assert BatchRule.from_json(rule.to_json()) == rule
-    assert "--batch-size (now 4)" in rule.announcement()
+    assert "--batch-size (now 4)" in rule.announcement(stated="auto")
+    assert "--batch-size (now 4, not 8 as in the config)" in rule.announcement(stated=8)
     assert "the micro-batch stays 4" in held(4).announcement()
 
 
