@@ -196,7 +196,7 @@ def test_batch_sizes_that_fit_some_number_of_ranks_are_not_wrong_where_it_is_unk
 
 
 @pytest.mark.usefixtures("no_probe")
-@pytest.mark.parametrize("sizes", [{}, {"train_batch_size": None}, {"gradient_accumulation_steps": "all"}])
+@pytest.mark.parametrize("sizes", [{}, {"train_batch_size": None}])
 def test_a_config_without_batch_sizes_is_a_note_as_a_trainer_may_add_them(sizes: dict[str, Any]) -> None:
     (finding,) = check({**sizes, "optimizer": ADAM})
     assert finding.name == "train_micro_batch_size_per_gpu, train_batch_size"
