@@ -133,7 +133,7 @@ def of_report(view: StudyView) -> Iterator[tuple[str, Shown]]:
     yield "plot_metric", Shown(number, star.y[0], result.speed_up)
     assert cross.y[0] == pytest.approx(present(verdict.baseline).value)
     if confirmed:
-        (points,) = [item for item in figures.plot_finalists(view).data if item.name.startswith("confirmed")]
+        (points,) = [item for item in figures.plot_finalists(view).data if item.name.startswith("in rounds")]
         (at,) = [place for place, symbol in enumerate(points.marker.symbol) if symbol == "star"]
         yield "finalists", Shown(number, points.x[at], result.speed_up)
 

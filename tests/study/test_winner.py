@@ -77,10 +77,10 @@ SEARCHED = JointEstimate(numbers=(4, 7), means=(0.0, 0.02), covariance=((1e-4, 0
 
 
 def test_both_count_by_how_sure_they_are() -> None:
-    rounds = {4: {1: 1.0, 2: 1.0}, 7: {1: 1.0, 2: 1.0}}
+    rounds = {4: {1: 1.0, 2: 1.0}, 7: {1: math.exp(0.005), 2: math.exp(0.005)}}
     log_ratio, sd = SEARCHED.given(rounds, noise=0.01, maximize=True).log_ratio(7, 4)
-    # A difference of 0.02 with variance 2e-4 by the search, of 0 with variance 1e-4 by two rounds.
-    assert log_ratio == pytest.approx(0.02 / 3)
+    # A difference of 0.02 with variance 2e-4 by the search, of 0.005 with variance 1e-4 by two rounds.
+    assert log_ratio == pytest.approx((0.02 + 2 * 0.005) / 3)
     assert sd == pytest.approx(math.sqrt(1 / (1 / 2e-4 + 1 / 1e-4)))
 
 
