@@ -53,7 +53,8 @@ EXIT_NO_READER = 1
 
 _SHORT_FILES_BYTES = 2**24
 """File size limit below which a failing command mentions the limit: databases and logs may be larger."""
-_LAUNCHERS = ("accelerate", "bash", "deepspeed", "mpirun", "python", "srun", "torchrun")
+_STARTERS = ("bash", "mpirun", "python", "srun")
+"""Programs that start a training, besides launchers."""
 _STUDY_OPTIONS = ("--study", "--name", "--study-name")
 
 app = typer.Typer(
@@ -190,8 +191,10 @@ def _interrupt(number: int, _frame: object) -> NoReturn:
 
 def _hint(error: TyperException, context: typer.Context, arguments: Sequence[str]) -> str:
     """Return how a command takes the script, its options or a study, if that was probably meant."""
-    params = context.command.params
-    if context.parent is None and any(word in _LAUNCHERS or Path(word).is_file() for word in arguments[:1]):
+    from optuna_dsat.script.command.interceptor import LAUNCHERS
+
+    params, begin = context.command.params, (*LAUNCHERS, *_STARTERS)
+    if context.parent is None and any(word in begin or Path(word).is_file() for word in arguments[:1]):
         return f" To tune it: optuna-dsat tune {shlex.join(arguments)}."
     name = getattr(error, "option_name", None)
     if name is not None and any(param.name == "script_args" for param in params) and name not in _STUDY_OPTIONS:

@@ -163,7 +163,7 @@ def _structures(subject: Subject) -> Iterator[Structure]:
 def _config(subject: Subject, structure: Structure, *, copy_ranks: int) -> dict[str, Any]:
     """Return the user's config with a structure, without batch sizes; its other offload settings are kept.
 
-    What is ``"auto"``, left to the script's library, is DeepSpeed's default.
+    DeepSpeed's defaults replace ``"auto"``, which the script's library would set.
     """
     base = ds_config.effective(subject.config)
     own = base.get("zero_optimization") or {}

@@ -73,9 +73,10 @@ def tensors_of(batch: Any, depth: int = _DEPTH) -> Iterator[Any]:
 
 def _has_shape(value: Any) -> bool:
     try:
-        return (shape := getattr(value, "shape", None)) is not None and len(shape) >= 0
+        len(value.shape)
     except Exception:  # noqa: BLE001 - RuntimeError of torch's nested tensors, KeyError of dicts with attributes
         return False
+    return True
 
 
 # Number of samples in the inputs of a forward pass: usually the leading dimension, but not always.
