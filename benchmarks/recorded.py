@@ -6,7 +6,7 @@ was not recorded, and a launch costs what it would; where a larger one ran out o
 were not recorded have no effect, whatever a method sets them to.
 What other structures than the recorded ones would do is not known: they are refused.
 
-The noise is that of the repeated launches. Launches on a machine that was not quiet count only where there is no other.
+The noise is that of the repeated launches.
 """
 
 from __future__ import annotations
@@ -65,14 +65,11 @@ def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _grouped(runs: Iterable[Mapping[str, Any]]) -> dict[Structure, dict[int, list[Mapping[str, Any]]]]:
-    """Return the launches that count of each lineage and micro-batch: the quiet ones where there are any."""
+    """Return the measured launches of each lineage and micro-batch."""
     groups: dict[Structure, dict[int, list[Mapping[str, Any]]]] = {}
     for run in runs:
         if run["outcome"] == Outcome.MEASURED:
             groups.setdefault(structure_of(run["zero"]), {}).setdefault(run["micro_batch"], []).append(run)
-    for sizes in groups.values():
-        for size, launches in sizes.items():
-            sizes[size] = [run for run in launches if run.get("quiet", True)] or launches
     return groups
 
 
@@ -135,7 +132,7 @@ class Recorded:
         groups = _grouped(record["runs"])
         if not groups:
             raise ValueError(f"no run of {path} was measured")
-        failed = [run for run in (*record.get("scouts", []), *record["runs"]) if run["outcome"] != Outcome.MEASURED]
+        failed = [run for run in record["runs"] if run["outcome"] != Outcome.MEASURED]
         edges = {structure_of(run["zero"]) for run in failed if Outcome(run["outcome"]).infeasible}
         return cls(
             name=path.stem,

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import record_landscape, search_efficiency
 from benchmarks.named_landscapes import LANDSCAPES, throughput
 from benchmarks.record_landscape import configurations, edge_walk
-from benchmarks.recorded import Recorded, recorded_landscapes, relative_noise, structure_of, summary
+from benchmarks.recorded import Recorded, recorded_landscapes, structure_of, summary
 from optuna_dsat.config.structures import Structure
 from optuna_dsat.outcome import Outcome
 
@@ -118,13 +118,13 @@ def by_time() -> dict[str, Any]:
                 latency = slow * (0.02 + 0.01 * size * (1.1 if size > 16 else 1.0)) * (1 + 0.01 * sign)
                 runs.append(
                     {
-                        "round": 1 + (sign > 0), "attempt": 1, "zero": zero, "micro_batch": size,
+                        "zero": zero, "micro_batch": size,
                         "outcome": "measured", "startup_s": 1.0 + latency, "peak_bytes": 10**7 * (5 + size),
-                        "quiet": True, "forward_s": 0.3 * latency, "backward_s": 0.5 * latency,
+                        "forward_s": 0.3 * latency, "backward_s": 0.5 * latency,
                         "step_s": 0.1 * latency, "latency_s": latency,
                     }
                 )  # fmt: skip
-    runs.append({"zero": {"stage": 1}, "micro_batch": 1, "outcome": "script_error", "startup_s": 1.0, "quiet": True})
+    runs.append({"zero": {"stage": 1}, "micro_batch": 1, "outcome": "script_error", "startup_s": 1.0})
     result = record()
     result["user_config"] |= {"train_micro_batch_size_per_gpu": 2, "scheduler": {"params": {"total_num_steps": "auto"}}}
     result["user_config"]["zero_optimization"] = {"stage": 2}
@@ -158,17 +158,13 @@ def test_with_accumulation_all_but_the_optimizers_step_is_repeated(timed: Record
     assert thrice.latency_s - thrice.step_s == pytest.approx(3 * (once.latency_s - once.step_s))
 
 
-def test_the_noise_is_that_of_repeated_launches_and_noisy_ones_do_not_count(timed: Recorded) -> None:
+def test_the_noise_is_that_of_repeated_launches(timed: Recorded) -> None:
     expected = math.log(1.01 / 0.99) / math.sqrt(2)
     assert timed.noise == pytest.approx(expected, rel=1e-6)
     assert search_efficiency.noise_of(timed, None) == timed.noise
     assert search_efficiency.noise_of(timed, 0.07) == 0.07
     runs = by_time()["runs"]
-    noisy = {**runs[0], "latency_s": 9.0, "quiet": False, "attempt": 2}
-    assert relative_noise([*runs, noisy]) == pytest.approx(expected)
-    assert summary([*runs, noisy]) == {"configurations": 28, "launches": len(runs) + 1, "noise": round(expected, 4)}
-    alone = [{**run, "quiet": False} for run in runs]
-    assert relative_noise(alone) == pytest.approx(expected)
+    assert summary(runs) == {"configurations": 28, "launches": len(runs), "noise": round(expected, 4)}
 
 
 def test_records_in_the_folder_are_part_of_every_table(
