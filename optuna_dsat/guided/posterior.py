@@ -23,7 +23,7 @@ from optuna_dsat.guided.acquisition import (
 )
 from optuna_dsat.guided.candidates import Observations, rank_within
 from optuna_dsat.guided.problem import Problem
-from optuna_dsat.guided.residual_gp import Points, ResidualGP
+from optuna_dsat.guided.residual_gp import CPU_NOISE_SD, NOISE_SD, Points, ResidualGP
 from optuna_dsat.guided.run_probability import RunProbability, memory_posterior, most_informative
 from optuna_dsat.guided.sizes import LEAST_GAIN, lacks_room, largest_size, paying_sizes, spread_sizes
 from optuna_dsat.metrics import LARGER_IS_BETTER
@@ -186,7 +186,8 @@ class Posterior:
         )
         values = np.concatenate([measured.value, earlier.value])
         log_objectives = np.log(values) if problem.metric in LARGER_IS_BETTER else -np.log(values)
-        self.residuals = ResidualGP(points, log_objectives, problem.table.knob_kernels)
+        noise_sd = CPU_NOISE_SD if problem.hardware.device == "cpu" else NOISE_SD
+        self.residuals = ResidualGP(points, log_objectives, problem.table.knob_kernels, noise_sd=noise_sd)
         self.rivals = np.arange(len(measured.row) + len(earlier.row))
         """Index of the measurements, of this study and then of earlier ones, that answer the question of the space."""
         if problem.space.asked_samples_per_rank is not None:

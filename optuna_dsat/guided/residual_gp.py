@@ -63,6 +63,10 @@ _FILL_WIDTH = 0.2
 """Length scale of the share of memory in use."""
 NOISE_SD = 0.02
 """Relative standard deviation of a measured metric between launches of a configuration: the prior's median."""
+CPU_NOISE_SD = 0.08
+"""The same where ranks run on CPUs, which they share with the rest of the machine: between launches of the recorded
+configurations (``benchmarks/landscapes``) it is 9 to 12%.
+"""
 _POINT_VARIANCE = 0.3**2
 """Variance between measurements of one launch, relative to the variance between launches, at a factor of 1."""
 _STEP = 4.0
@@ -156,9 +160,12 @@ class ResidualGP:
     ``kernels`` are covariances of each knob's values at a variance of 1.
     """
 
-    def __init__(self, points: Points, observed: Numbers, kernels: Sequence[Numbers]) -> None:
+    def __init__(
+        self, points: Points, observed: Numbers, kernels: Sequence[Numbers], *, noise_sd: float = NOISE_SD
+    ) -> None:
         self.points = points
         self._kernels = kernels
+        self._noise_sd = noise_sd
         count = len(observed)
         measured = points.take(np.arange(count))
         parts = self._parts(points, points)
@@ -167,7 +174,7 @@ class ResidualGP:
         )
         """Factors on the variances of each group of parts, including the noise."""
         signal = self._weighted(parts)
-        prior = signal + _noise_covariance(points, self.factors["noise"], self.factors["point"])
+        prior = signal + _noise_covariance(points, self.noise_variance, self.factors["point"])
         self.weights = np.zeros(len(points.row))
         self.weights[:count] = np.linalg.solve(prior[:count, :count], observed - measured.log_objective)
         self._inverse = np.linalg.inv(prior)
@@ -177,7 +184,7 @@ class ResidualGP:
     @property
     def noise_variance(self) -> float:
         """Learnt variance of a measured log objective from launch to launch."""
-        return self.factors["noise"] * NOISE_SD**2
+        return self.factors["noise"] * self._noise_sd**2
 
     @property
     def point_variance(self) -> float:
@@ -312,8 +319,9 @@ class ResidualGP:
         limits = {**_LIMITS, **dict.fromkeys(knobs, _KNOB_LIMITS)}
         if not len(residuals):
             return dict.fromkeys(limits, 1.0)
-        noise = np.diag(np.full(len(residuals), NOISE_SD**2))
-        luck = _luck_covariance(points, 1.0, 1.0)
+        usual = self._noise_sd**2
+        noise = np.diag(np.full(len(residuals), usual))
+        luck = _luck_covariance(points, usual, 1.0)
         shares = bool(np.any(luck))
         steady = parts["given"] + _noise_covariance(points, 0.0, 1.0)
         groups = {**{name: parts[name] for name in parts if name != "given"}, "noise": noise}
@@ -331,9 +339,9 @@ class ResidualGP:
             if name not in ("noise", "point") or not shares:
                 return difference * moving[name]
             if name == "noise":
-                return difference * (noise + _luck_covariance(points, 1.0, _STEP ** powers["point"]))
-            factor, before, after = (_STEP**item for item in (powers["noise"], powers[name], power))
-            return _luck_covariance(points, factor, after) - _luck_covariance(points, factor, before)
+                return difference * (noise + _luck_covariance(points, usual, _STEP ** powers["point"]))
+            variance, before, after = usual * _STEP ** powers["noise"], _STEP ** powers[name], _STEP**power
+            return _luck_covariance(points, variance, after) - _luck_covariance(points, variance, before)
 
         powers = dict.fromkeys(limits, 0)
         total = steady + sum(moving.values())
@@ -387,18 +395,18 @@ def _tile_waste(micro_batch: Numbers) -> Numbers:
     return result
 
 
-def _noise_covariance(points: Points, factor: float, point: float) -> Numbers:
-    """Return the noise covariance of measured log objectives, given the factors of noise and point noise."""
-    result: Numbers = np.diag(factor * NOISE_SD**2 + _EARLIER_LAUNCH_SD**2 * points.earlier)
-    result += _luck_covariance(points, factor, point)
+def _noise_covariance(points: Points, variance: float, point: float) -> Numbers:
+    """Return the noise covariance of measured log objectives, given its variance and the factor of point noise."""
+    result: Numbers = np.diag(variance + _EARLIER_LAUNCH_SD**2 * points.earlier)
+    result += _luck_covariance(points, variance, point)
     return result + _EARLIER_STUDY_SD**2 * np.outer(points.earlier, points.earlier)
 
 
-def _luck_covariance(points: Points, factor: float, point: float) -> Numbers:
+def _luck_covariance(points: Points, variance: float, point: float) -> Numbers:
     """Return the covariance of measurements by the luck of the launches that they share; 0 on the diagonal."""
     shared = (points.launch[:, None] == points.launch[None, :]) & (points.launch[:, None] >= 0)
     np.fill_diagonal(shared, val=False)
-    result: Numbers = factor * NOISE_SD**2 * (1 - _point_share(point)) * shared
+    result: Numbers = variance * (1 - _point_share(point)) * shared
     return result
 
 

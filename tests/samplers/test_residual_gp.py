@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from optuna_dsat.cost.numbers import Numbers
-from optuna_dsat.guided.residual_gp import Points, ResidualGP, knob_kernel
+from optuna_dsat.guided.residual_gp import CPU_NOISE_SD, NOISE_SD, Points, ResidualGP, knob_kernel
 
 PRIOR_FACTOR = 1.0
 EFFECT = 0.05
@@ -90,6 +90,16 @@ def test_a_measurement_in_a_launch_is_worth_more_than_in_another_where_the_level
     new = result.points.take(np.arange(1))
     assert result.change_within(0, new).shape == (1,)
     assert np.all(np.isfinite(result.change_within(0, new)))
+
+
+def test_a_difference_between_two_launches_on_cpus_is_mostly_their_noise() -> None:
+    points = points_of(np.arange(2), np.arange(2))
+
+    def gain(noise_sd: float) -> float:
+        result = ResidualGP(points, np.array([0.0, 0.1]), [knob_kernel([False, True])], noise_sd=noise_sd)
+        return float(result.posterior_means[1] - result.posterior_means[0])
+
+    assert gain(CPU_NOISE_SD) < 0.03 < gain(NOISE_SD)
 
 
 def test_a_drop_at_one_micro_batch_says_little_about_others() -> None:
