@@ -183,6 +183,8 @@ class ModelFacts:
     """Class name of the innermost optimizer; empty without an optimizer."""
     optimizer_tested: bool = True
     """Whether DeepSpeed lists the optimizer's class as tested with ZeRO; True without an optimizer."""
+    needs_zero: bool = False
+    """Whether the script calls ``loss.backward()`` itself, and its DeepSpeed refuses that at ZeRO 0."""
     blocks: int = 0
     """Repeated blocks whose activations can be checkpointed; 0 for none, or without a measurement."""
     block_bytes_per_sample: int = 0

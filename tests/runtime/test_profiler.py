@@ -180,6 +180,8 @@ def test_parameters_that_zero_3_gathered_are_no_activations(plan: LaunchPlan, al
 
 def test_a_backward_pass_that_the_script_calls_itself_counts_as_two_forward_passes(plan: LaunchPlan) -> None:
     class Calculating(Engine):
+        _support_torch_style_backward = True  # not at ZeRO 0
+
         def forward(self, batch: torch.Tensor) -> torch.Tensor:
             loss: torch.Tensor = super().forward(batch) + self.module(batch).sum()
             return loss
@@ -187,6 +189,7 @@ def test_a_backward_pass_that_the_script_calls_itself_counts_as_two_forward_pass
     [observed] = profile_of(Calculating(), plan)
     [direct] = profile_of(Calculating(), plan, backward=torch.Tensor.backward)
     assert (observed.flops_per_sample, direct.flops_per_sample) == (4, 12)
+    assert (observed.needs_zero, direct.needs_zero) == (False, True)
 
 
 def test_a_model_that_was_profiled_is_compiled_in_later_steps(plan: LaunchPlan) -> None:

@@ -265,6 +265,8 @@ def test_an_option_that_sets_the_stage_follows_it_and_limits_it_to_what_it_accep
     assert (followed.script.arg_mappings[STAGE], followed.zero_stages) == ("--level", (0,))
     assert profiled.followed_by(bench.spec(zero_stages=(0, 1))).zero_stages == (0, 1), "the user asks for these alone"
     assert stored.followed_by(bench.spec(zero_stages=(0, 2))).zero_stages == (0, 2)
+    direct = replace(stored, profile=replace(stored.profile, needs_zero=True))
+    assert direct.followed_by(bench.spec(zero_stages=(0, 2))).zero_stages == (2,)
 
 
 def test_a_mapped_stage_is_the_scripts_own_in_the_first_profile_launch(

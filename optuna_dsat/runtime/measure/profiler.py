@@ -128,6 +128,7 @@ class Profiler:
                 device_name=self._device_name(),
                 optimizer="" if optimizer is None else type(optimizer).__name__,
                 optimizer_tested=optimizer is None or zero is None or bool(zero.is_zero_supported_optimizer(optimizer)),
+                needs_zero=not self._has_backward and getattr(self._engine, "_support_torch_style_backward", False),
                 blocks=0 if watch.reason else len(watch.blocks),
                 block_bytes_per_sample=round(watch.saved_bytes / divisor),
                 block_input_bytes_per_sample=round(watch.input_bytes / divisor),

@@ -105,6 +105,8 @@ class Profiled(Record):
     def followed_by(self, spec: StudySpec) -> StudySpec:
         """Return a spec as the script means it: its trainer's and its own batch sizes filled in and followed."""
         stages = (3,) if self.only_zero_3 else (0,) if self.zero_is_untested(spec) else spec.stages
+        if self.profile.needs_zero:
+            stages = tuple(stage for stage in stages if stage) or stages
         accepted = self.stage_choices.get(spec.script.arg_mappings.get(STAGE, self.stage_option)) or stages
         stages = tuple(stage for stage in stages if stage in accepted) or stages
         multiple = math.lcm(spec.divisible_by, self.micro_batch_multiple)

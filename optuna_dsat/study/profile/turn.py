@@ -87,6 +87,11 @@ class ProfileTurn:
                 "The script builds its model within deepspeed.zero.Init, which is for ZeRO 3: only ZeRO 3 is searched. "
                 "Enter zero.Init at ZeRO 3 only (enabled=...) to have the other stages searched, too."
             )
+        elif profiled.profile.needs_zero and 0 in self._spec.stages:
+            self._context.say(
+                "The script calls loss.backward() itself, which DeepSpeed refuses at ZeRO 0: ZeRO 0 is not searched. "
+                "Call engine.backward(loss) to have it searched, too."
+            )
         if (multiple := profiled.micro_batch_multiple) > 1:
             self._context.say(
                 f"The script accepts batches of whole groups only: micro-batches that are multiples of {multiple} are "
