@@ -357,6 +357,9 @@ class EventWriter:
         EventWriteError: If the file cannot be opened.
     """
 
+    _fd = -1
+    _file: tuple[int, int] | None = None
+
     def __init__(self, path: Path) -> None:
         self.begin(path)
 
@@ -364,6 +367,8 @@ class EventWriter:
         """Write to another file from here on."""
         self._path = path
         self._torn = False
+        if self._file is not None and _identity(self._fd) == self._file:
+            os.close(self._fd)
         try:
             self._open()
         except OSError as error:

@@ -88,6 +88,7 @@ def run_rank(plan: LaunchPlan, rank: Rank, command: ScriptCommand, *, safe_path:
     agent = os.environ.pop(AGENT_ENV, "")
     die_with_parent(int(agent) if agent.isdigit() else os.getppid())
     if plan.log_dir:
+        silence_input()
         redirect_output(Path(plan.log_dir), rank.rank)
         register_stacks(Path(plan.log_dir), rank.rank)
     try:
@@ -332,12 +333,16 @@ class _SilentInput(io.TextIOWrapper):
         return "" if threading.current_thread() is threading.main_thread() else super().readline(size)
 
 
-def redirect_output(log_dir: Path, rank: int) -> None:
-    """Send this process's output to files; make its input a silent pipe, as scripts may poll it, or stop at its end."""
+def silence_input() -> None:
+    """Make this process's input a silent pipe, as scripts may poll it, or stop at its end."""
     reader, _ = os.pipe()
     os.dup2(reader, 0)
     os.close(reader)
     sys.stdin = _SilentInput(io.FileIO(0, closefd=False), encoding="utf-8")
+
+
+def redirect_output(log_dir: Path, rank: int) -> None:
+    """Send this process's output to files."""
     _flush_output()
     for number, name in ((1, "stdout"), (2, "stderr")):
         target = os.open(log_dir / f"rank{rank}.{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

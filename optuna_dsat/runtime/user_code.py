@@ -100,9 +100,16 @@ def stacks_path(log_dir: Path, rank: int | str) -> Path:
     return log_dir / f"rank{rank}.stacks.log"
 
 
+_registered: list[int] = []
+"""Descriptor of the file for stacks."""
+
+
 def register_stacks(log_dir: Path, rank: int) -> None:
-    """Append the stacks of all threads to the rank's file at each ``STACK_SIGNAL``."""
+    """Append the stacks of all threads to the rank's file, and to no earlier one, at each ``STACK_SIGNAL``."""
     with contextlib.suppress(OSError):
         path = stacks_path(log_dir, rank)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
         faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=True)
+        earlier, _registered[:] = [*_registered], [descriptor]
+        for each in earlier:
+            os.close(each)

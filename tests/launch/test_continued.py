@@ -78,6 +78,8 @@ def sizes(steps: list[StepMeasured]) -> set[int | None]:
 def test_sizes_are_measured_in_one_launch(run: Run, launcher: TorchrunLauncher, data: str, workers: int) -> None:
     options = ("--data", data, "--workers", str(workers))
     first, _ = run("first", *options)
+    descriptors = Path(f"/proc/{first.pids[-1]}/fd")
+    before = len([*descriptors.iterdir()])
     for size in (9, 2, 4):
         report, steps = run(f"size-{size}", *options, size=size)
         assert report.outcome is Outcome.MEASURED, (report.message, report.error_excerpt, report.command)
@@ -88,6 +90,7 @@ def test_sizes_are_measured_in_one_launch(run: Run, launcher: TorchrunLauncher, 
         record = launcher.run_directory(report.launch_id)
         assert record.stdout(0).exists()
         assert json.loads(record.report.read_text())["root"] == first.launch_id
+        assert workers or len([*descriptors.iterdir()]) == before
     run("other", *options, config={"zero_optimization": {"stage": 1}})
     assert_gone(first.pids)
 

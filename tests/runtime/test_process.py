@@ -69,8 +69,9 @@ def test_changes_in_bytes_are_changes() -> None:
 SCRIPT = """
 import asyncio, multiprocessing, selectors, sys, threading
 from pathlib import Path
-from optuna_dsat.runtime.process import redirect_output
+from optuna_dsat.runtime.process import redirect_output, silence_input
 {before}
+silence_input()
 redirect_output(Path(sys.argv[1]), 0)
 keyboard = selectors.EpollSelector()
 keyboard.register(sys.stdin, selectors.EVENT_READ)
