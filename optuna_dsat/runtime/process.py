@@ -203,12 +203,16 @@ class _RankProcess:
         if isinstance(error, (EventWriteError, KeyboardInterrupt)):
             raise error
         if isinstance(error, SystemExit):
-            code = exit_code(error)
-            self._state.note_error(error)  # the script may call sys.exit where it handles an error
-            self._finish(f"exit_code_{code}" if code else "script_end")
+            code, handled = exit_code(error), error.__context__  # of a script that exits in a handler, as Hydra does
+            self._state.note_error(error)
+            if code and isinstance(handled, Exception):
+                self._fail(handled)
+            else:
+                self._finish(f"exit_code_{code}" if code else "script_end")
             self._limit_exit(code)
             raise error
         self._fail(error)
+        _show(error)
         if not self._plan.measures:
             raise FailedExit(1)
         self._limit_exit(1)
@@ -305,7 +309,6 @@ class _RankProcess:
             )
         )
         self._is_done = True
-        _show(error)
 
 
 def _show(error: BaseException) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from optuna_dsat.runtime import user_code
-from optuna_dsat.runtime.events import RankFinished, decode_event, events_path
+from optuna_dsat.runtime.events import RankFailed, RankFinished, decode_event, events_path
 from optuna_dsat.runtime.measure.engine import Clock
 from optuna_dsat.runtime.process import _RankProcess
 from optuna_dsat.runtime.user_code import is_installed, parsed_source, places_of
@@ -95,6 +95,18 @@ def test_a_script_may_poll_its_input_which_ends_for_the_main_thread_alone(tmp_pa
     assert done.returncode == 1
     assert "EOFError: EOF when reading a line" in (tmp_path / "rank0.stderr.log").read_text()
     assert (tmp_path / "rank0.stdout.log").read_text() == "[]\n\n0\n []\nOverwrite? "
+
+
+def test_a_script_that_exits_where_it_handles_an_error_leaves_that_error(tmp_path: Path) -> None:
+    """As Hydra, click and argparse do."""
+    process = _RankProcess(plan_of(events_dir=str(tmp_path), purpose="full"), rank_of(), forked=False)
+    leaving = SystemExit(1)
+    leaving.__context__ = ValueError("at most 60 samples")
+    with pytest.raises(SystemExit):
+        process._end(leaving)
+    end = decode_event(events_path(tmp_path, 0).read_text(encoding="utf-8"))
+    assert isinstance(end, RankFailed)
+    assert (end.error_type, end.message) == ("ValueError", "at most 60 samples")
 
 
 def test_a_script_that_caught_out_of_memory_and_exits_at_once_leaves_a_record(tmp_path: Path) -> None:
