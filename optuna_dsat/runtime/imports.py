@@ -162,13 +162,24 @@ class EnvironmentWatch:
         self._before.setdefault(name, before)
 
 
+_COPYING_CLASSES = (("pathlib", "_NormalAccessor"), ("glob", "_StringGlobber"), ("tempfile", "_TemporaryFileCloser"))
+"""Classes of the standard library that copy functions of ``os`` (``pathlib`` before Python 3.11, ``glob`` in 3.13)."""
+
+
 def replace_function(module: ModuleType, name: str, replacement: Callable[..., Any]) -> None:
-    """Set a module's function, also where ``from module import name`` copied it, as before a fork."""
+    """Set a module's function, also where ``from module import name`` or the standard library has copied it."""
     original = getattr(module, name)
     for other in list(sys.modules.values()):
         if getattr(other, "__dict__", {}).get(name) is original:
             setattr(other, name, replacement)
     setattr(module, name, replacement)
+    for owner in (getattr(sys.modules.get(place), copying, None) for place, copying in _COPYING_CLASSES):
+        for attribute, value in list(vars(owner).items()) if owner is not None else ():
+            defaults = getattr(value, "__defaults__", None) or ()
+            if original in (value, getattr(value, "__func__", None)):
+                setattr(owner, attribute, staticmethod(replacement))
+            elif original in defaults:
+                value.__defaults__ = tuple(replacement if item is original else item for item in defaults)
 
 
 def patch(

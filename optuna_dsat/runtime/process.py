@@ -121,7 +121,7 @@ class _RankProcess:
             note_shared_buffer(Path(plan.leavings), os.environ, rank=rank.rank)
         if plan.leavings and plan.measures and self._world.mode != "mount":  # a training may want its folders
             note_created_files(Path(plan.leavings))
-            ImportWatch({"multiprocessing.util": share_multiprocessing_folder}).install()
+            share_multiprocessing_folder()
         if self._world.redirected:
             upper = Path(plan.world.folder) / "files"
             redirect_writes(upper, folders=self._world.redirected, passed=self._world.passed)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from optuna_dsat.launch.machine.journal import remove_noted
 from optuna_dsat.runtime.events import CheckpointLoaded, RankFailed, RankFinished
+from optuna_dsat.runtime.isolation.world import World, WorldPlan
 from tests.harness.ranks import ROOT, SCRIPTS, Starter, script
 
 SEEN = str(SCRIPTS / "seen.py")
@@ -291,6 +295,17 @@ def test_a_rank_leaves_no_temporary_folder_behind(start: Starter, stubs: Path) -
     folders = launch.log("stdout").split()
     assert len(folders) == 2
     assert not any(Path(folder).exists() for folder in folders)
+
+
+def test_processes_meet_by_sockets_where_writes_are_redirected(start: Starter, stubs: Path) -> None:
+    world = World(mode="python", redirected=(tempfile.gettempdir(),), passed=(str(start.folder),))
+    plan = WorldPlan(isolation="python", folder=str(start.folder / "world"))
+    plan.record.write_text(json.dumps(asdict(world)), encoding="utf-8")
+    text = "import multiprocessing\nwith multiprocessing.Manager() as manager:\n    print(manager.list([7]))\n"
+    leavings = start.folder / "leavings.jsonl"
+    launch = start.alone(script(start, text), stubs=stubs, world=plan, leavings=str(leavings))
+    assert launch.log("stdout") == "[7]\n", launch.log("stderr")
+    assert remove_noted(leavings)["folders"] == 1
 
 
 def test_a_reference_becomes_its_value_which_no_event_holds(start: Starter, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import subprocess
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import optuna_dsat
 from optuna_dsat.runtime.adapt.config import reads_redirected
 from optuna_dsat.runtime.overlay import LaidConfig, effective_config
 from optuna_dsat.runtime.trial_config import TrialConfig, config_differences
@@ -265,6 +267,24 @@ def test_every_way_of_reading_the_users_config_gives_the_launchs(files: Path) ->
         assert Path("link.ds.json").read_text() == "trial"
         with io.open(files / "other" / ".." / "ds.json", encoding="utf-8") as stream:  # noqa: UP020 - likewise
             assert stream.read() == "trial"
+
+
+READ = """
+from pathlib import Path
+from optuna_dsat.runtime.adapt.config import reads_redirected
+with reads_redirected(user_config=str(Path("ds.json").resolve()), config=str(Path("trial.json").resolve())):
+    assert Path("ds.json").read_text() == Path("ds.json").open().read() == "trial"
+assert Path("ds.json").read_text() == "user"
+"""
+
+
+@pytest.mark.parametrize("version", ["3.9", "3.10"])
+def test_older_pythons_read_the_launchs_config_by_pathlib_too(files: Path, version: str) -> None:
+    by_pyenv = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
+    if not by_pyenv:
+        pytest.skip(f"no Python {version} here")
+    path = str(Path(optuna_dsat.__file__).with_name("on_path"))
+    subprocess.run([by_pyenv[0], "-c", READ], env={"PYTHONPATH": path}, cwd=files, check=True)
 
 
 def test_a_config_that_is_gone_is_the_launchs(files: Path) -> None:

@@ -20,7 +20,7 @@ if sys.argv[1]:
     redirect_writes(Path(sys.argv[1]), folders=[sys.argv[2]], passed=[sys.argv[2] + "/passed"])
 """
 OPERATIONS = """
-import json, os, random, shutil, stat
+import json, os, random, shutil, stat, tempfile
 os.chdir(sys.argv[2])
 draw, log = random.Random(int(sys.argv[3])), []
 names = ["a", "b", "d", "d/a", "d/b", "d/e", "d/e/a", "n", "n/a", "n/m"]
@@ -53,6 +53,7 @@ one = {
     "write": lambda p: write(p, "w"), "append": lambda p: write(p, "a"), "update": lambda p: write(p, "r+"),
     "exclusive": lambda p: write(p, "x"), "mode": lambda p: os.chmod(p, 0o700),
     "makedirs": lambda p: os.makedirs(p, exist_ok=True), "islink": os.path.islink, "readlink": os.readlink,
+    "temporary": lambda p: tempfile.NamedTemporaryFile(dir=p).close(),
     "truncate": lambda p: os.truncate(p, 1), "glob": lambda p: sorted(str(found) for found in Path(p).glob("*")),
 }
 two = {
@@ -94,10 +95,10 @@ def users(folder: Path) -> Path:
     return folder
 
 
-def run(code: str, *arguments: str) -> str:
+def run(code: str, *arguments: str, python: str = sys.executable) -> str:
     ended = subprocess.run(
-        [sys.executable, "-c", REDIRECT + code, *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        [python, "-c", REDIRECT + code, *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "optuna_dsat" / "on_path")},
         capture_output=True,
         text=True,
         check=False,
@@ -106,12 +107,16 @@ def run(code: str, *arguments: str) -> str:
     return ended.stdout
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_a_script_cannot_tell_redirected_writers_from_real_ones(tmp_path: Path, seed: int) -> None:
+PYTHONS = [sys.executable, *map(str, Path.home().glob(".pyenv/versions/3.[91]*/bin/python"))]
+"""Interpreters that scripts may have: their libraries copy different functions of ``os``."""
+
+
+@pytest.mark.parametrize(("seed", "python"), [*((seed, sys.executable) for seed in range(6)), *enumerate(PYTHONS[1:])])
+def test_a_script_cannot_tell_redirected_writers_from_real_ones(tmp_path: Path, seed: int, python: str) -> None:
     real, redirected = users(tmp_path / "real"), users(tmp_path / "redirected")
     before = tree(redirected)
-    expected = json.loads(run(OPERATIONS, "", str(real), str(seed)))
-    result = json.loads(run(OPERATIONS, str(tmp_path / "upper"), str(redirected), str(seed)))
+    expected = json.loads(run(OPERATIONS, "", str(real), str(seed), python=python))
+    result = json.loads(run(OPERATIONS, str(tmp_path / "upper"), str(redirected), str(seed), python=python))
     for number, (first, other) in enumerate(zip(expected[0], result[0], strict=True)):
         assert other == first, f"operation {number} after {result[0][max(0, number - 12) : number]}"
     assert result[1:] == expected[1:]

@@ -9,7 +9,6 @@ elsewhere (``--deepspeed zero2``), is kept, and the option is reported for the f
 from __future__ import annotations
 
 import argparse
-import builtins
 import io
 import os
 import re
@@ -21,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from optuna_dsat.runtime.imports import patch
+from optuna_dsat.runtime.imports import patch, replace_function
 from optuna_dsat.runtime.overlay import read_config
 
 _CONFIG = re.compile(r"--(deepspeed|deepscale|ds)([-_]?(config|cfg))([-_]?(file|path|json))?$", re.IGNORECASE)
@@ -195,25 +194,24 @@ def reads_redirected(
     if not user_config:
         yield
         return
-    real = builtins.open
+    real = io.open
     name, own_name = Path(user_config).name, Path(config).name
 
     def redirected(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         if isinstance(file, (str, os.PathLike)) and not _WRITING & set(mode):
             if _names(file, name, user_config):
                 file = config
+                kwargs.pop("opener", None)  # of pathlib in Python 3.9, which opens its own path
                 on_read(False)
             elif _names(file, own_name, config):
                 on_read(True)
         return real(file, mode, *args, **kwargs)
 
-    builtins.open = redirected
-    io.open = redirected
+    replace_function(io, "open", redirected)
     try:
         yield
     finally:
-        builtins.open = real
-        io.open = real
+        replace_function(io, "open", real)
 
 
 def _names(file: str | os.PathLike[str], name: str, user_config: str) -> bool:

@@ -66,13 +66,13 @@ def note_created_files(record: Path) -> None:
         return original(path, flags, *rest, **named)
 
 
-def share_multiprocessing_folder(util: Any) -> None:
-    """Create the temporary folder of ``multiprocessing`` now, so that spawned processes share it.
+def share_multiprocessing_folder() -> None:
+    """Create the temporary folder of ``multiprocessing``, which spawned processes, without this journal, then share.
 
-    Spawned processes are fresh interpreters without this journal; each would create its own folder.
+    Call it before writes are redirected: C code binds sockets in it.
     """
     with contextlib.suppress(OSError):  # raised again where the folder is needed
-        util.get_temp_dir()
+        importlib.import_module("multiprocessing.util").get_temp_dir()
 
 
 def _note_new(record: Path, path: str) -> None:

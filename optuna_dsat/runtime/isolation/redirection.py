@@ -48,25 +48,16 @@ def redirect_writes(upper: Path, *, folders: Sequence[str], passed: Sequence[str
         for functions in supported:
             if original in functions:
                 functions.add(replacement)
-        _replace(os, name, replacement)
-    _replace(io, "open", redirection.open)
+        replace_function(os, name, replacement)
+    replace_function(io, "open", redirection.open)
     for module, copied in _NAMES_OF_OPEN.items():
         if module in sys.modules:
             setattr(sys.modules[module], copied, redirection.open)
-    _replace(io, "open_code", redirection.open_code)
+    replace_function(io, "open_code", redirection.open_code)
     shutil._use_fd_functions = False  # type: ignore[attr-defined]
     ImportWatch(
         {"sqlite3": redirection.sqlite3, "torch": redirection.torch, "safetensors": redirection.safetensors}
     ).install()
-
-
-def _replace(module: ModuleType, name: str, replacement: Callable[..., Any]) -> None:
-    original = getattr(module, name)
-    replace_function(module, name, replacement)
-    accessor = getattr(sys.modules.get("pathlib"), "_NormalAccessor", None)  # Python 3.9 and 3.10
-    for attribute, value in list(vars(accessor).items()) if accessor else ():
-        if value is original or getattr(value, "__func__", None) is original:
-            setattr(accessor, attribute, staticmethod(replacement))
 
 
 class _Redirection:
@@ -256,7 +247,7 @@ class _Redirection:
         def connect(database: Any, *args: Any, **named: Any) -> Any:
             return original(self._database(database, uri=bool(named.get("uri"))), *args, **named)
 
-        _replace(module, "connect", connect)
+        replace_function(module, "connect", connect)
 
     def _database(self, name: Any, *, uri: bool) -> Any:
         text = os.fsdecode(name)
@@ -290,7 +281,7 @@ class _Redirection:
         if hasattr(module._C, "import_ir_module"):  # torch.jit.load
             module._C.import_ir_module = self._second_argument(module._C.import_ir_module, flags=0)
         if hasattr(module, "from_file"):
-            _replace(module, "from_file", self._opening(module.from_file))
+            replace_function(module, "from_file", self._opening(module.from_file))
         if storage := getattr(module, "UntypedStorage", None):
             storage.from_file = staticmethod(self._opening(storage.from_file))
 
@@ -330,8 +321,8 @@ class _Redirection:
         def safe_open(filename: Any, *args: Any, **named: Any) -> Any:
             return read(self._real(filename), *args, **named)
 
-        _replace(module, "serialize_file", serialize_file)
-        _replace(module, "safe_open", safe_open)
+        replace_function(module, "serialize_file", serialize_file)
+        replace_function(module, "safe_open", safe_open)
 
 
 class _Entry(os.PathLike[Any]):
