@@ -47,7 +47,7 @@ from optuna_dsat.runtime.measure.engine import (
     is_pipeline,
 )
 from optuna_dsat.runtime.measure.inputs import sample_counter
-from optuna_dsat.runtime.measure.live import NotLiveError, change_settings, release_cached_memory
+from optuna_dsat.runtime.measure.live import NotLiveError, change_settings
 from optuna_dsat.runtime.measure.memory import (
     CpuMemory,
     CudaMemory,
@@ -438,7 +438,6 @@ class DeepSpeedHook:
         self._plan, self._config = plan, TrialConfig(plan, world_size=self._rank.world_size)
         change_settings(self._engine, plan.changes)
         self._state.restart()
-        release_cached_memory(self._accelerator)
         self._memory.restart()
         self._writer.write(self._engine_ready(self._engine, self._differences))
         self._meter.transition.begin(

@@ -37,6 +37,10 @@ class FakeMemory(CudaMemory):
     def __init__(self) -> None:
         self.samples = 0
         self.reads = 0
+        self.restarts = 0
+
+    def restart(self) -> None:
+        self.restarts += 1
 
     def engine_ready(self) -> None:
         pass

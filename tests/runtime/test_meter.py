@@ -6,6 +6,7 @@ import warnings
 from collections import UserDict
 from collections.abc import Callable
 from contextlib import nullcontext
+from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
@@ -221,6 +222,16 @@ def test_the_loss_is_read_where_it_can_be_seen(output: Any, loss: float | None) 
     bench.engine(torch.ones(4, 2))
     bench.engine.step()
     assert bench.steps[0].loss == loss
+
+
+def test_the_peaks_of_a_trial_begin_after_the_steps_with_an_earlier_trials_batch() -> None:
+    bench = MeterBench(Engine)
+    bench.micro_step(torch.ones(8, 2))
+    bench.meter.transition.begin(micro_batch=4, accumulated=Fraction(1), rescale=lambda _: 2)
+    bench.micro_step(torch.ones(8, 2))
+    assert (len(bench.steps), bench.memory.restarts) == (1, 1)
+    bench.micro_step(torch.ones(4, 2))
+    assert (len(bench.steps), bench.memory.restarts) == (2, 1)
 
 
 def _answering(clock: FakeClock, output: Any) -> Engine:

@@ -9,8 +9,6 @@ Ranks that have measured their trial wait for an order: to go on with another in
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
 import sys
 from collections.abc import Callable, Mapping
@@ -58,14 +56,6 @@ def forget_shapes(engine: Any) -> None:
     """Have the stages of a pipeline send the shapes of activations anew, which they send once otherwise."""
     if is_pipeline(engine):
         engine.reset_activation_shape()
-
-
-def release_cached_memory(accelerator: Any) -> None:
-    """Give free memory back to the device or the system: blocks of smaller sizes cannot serve larger ones."""
-    accelerator.empty_cache()
-    if accelerator.device_name() == "cpu":
-        with contextlib.suppress(OSError, AttributeError):  # a C library without it
-            ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def _change_batch(engine: Any, micro_batch: int | None, accumulation: int | None) -> None:

@@ -11,6 +11,7 @@ within a phase).
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import resource
@@ -87,7 +88,9 @@ class CpuMemory:
         self._peak_data = max(self._peak_data, self._read().data)
 
     def restart(self) -> None:
-        """Begin anew with the peaks; they remain relative to the baseline."""
+        """Give free memory back to the system, and begin anew with the peaks, which remain relative to the baseline."""
+        with contextlib.suppress(OSError, AttributeError):  # a C library without it
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
         _reset_peak_resident()
         self._peak_data = self._read().data
 
@@ -107,13 +110,14 @@ class CudaMemory:
 
     def engine_ready(self) -> None:
         """Reset the peaks, which include building the engine."""
-        self.restart()
+        self._accelerator.reset_peak_memory_stats()
 
     def sample(self) -> None:
         """Do nothing: the allocator tracks the peaks."""
 
     def restart(self) -> None:
-        """Begin anew with the peaks."""
+        """Give free memory back to the device, whose blocks cannot serve larger ones, and begin anew."""
+        self._accelerator.empty_cache()
         self._accelerator.reset_peak_memory_stats()
 
     def peaks(self) -> MemoryPeaks:

@@ -448,12 +448,11 @@ class Meter:
         passes = step.pipelined or sum(name in ("forward", "batch") for name, *_ in step.spans)
         if self.transition.includes(step.micro_batch, passes):
             forget_shapes(self._engine)
+            self._memory.restart()
             return  # it is part of no trial
         skipped_before = state.skipped
-        if skipped:
-            state.skipped += 1
-        else:
-            state.steps += 1
+        state.skipped += skipped
+        state.steps += not skipped
         seconds = {"forward": 0.0, "backward": 0.0, "step": 0.0, "batch": 0.0}
         for name, start, end in step.spans:
             seconds[name] += self._clock.seconds(start, end)
