@@ -196,7 +196,7 @@ class RunDirectory:
     def copy_command(self, other: RunDirectory) -> None:
         """Copy command and environment from the launch that this one continues."""
         for name in (self.command_json.name, self.command_text.name, self.environment.name):
-            self.write_text(self.root / name, (other.root / name).read_text(encoding="utf-8"))
+            self.write_text(self.root / name, (other.root / name).read_text(encoding="utf-8", errors="surrogateescape"))
 
     def write_report(self, report: LaunchReport) -> None:
         """Write the launch's report."""

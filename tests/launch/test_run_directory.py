@@ -99,6 +99,13 @@ def test_only_listed_variables_are_recorded(tmp_path: Path) -> None:
     )
 
 
+def test_variables_may_have_bytes_that_are_no_utf_8(tmp_path: Path) -> None:
+    first, second = (RunDirectory.create(tmp_path, name) for name in ("one", "two"))
+    first.write_command(["python"], cwd="/", devices=(0,), environ={"LD_LIBRARY_PATH": os.fsdecode(b"/a\xff")})
+    second.copy_command(first)
+    assert second.command_text.read_bytes() == b"cd /\nenv LD_LIBRARY_PATH='/a\xff' python\n"
+
+
 def test_changes_are_found_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("same", "changed", "removed", "mode", "below/deep", "output/log", "__pycache__/x.pyc"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
