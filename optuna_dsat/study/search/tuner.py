@@ -211,7 +211,7 @@ class Tuner:
     def _report(self, flight: Flight, step: GlobalStep) -> None:
         """Report a counted step, and end the launch if it is pruned or its step time is known."""
         self._context.show_step(step, flight.trial.number, peak_bytes=flight.record.peak_bytes)
-        counted = step.step - self._spec.start_profile_step + 1
+        counted = step.step - flight.request.start_profile_step + 1
         is_last = step.step >= flight.request.end_profile_step
         if counted < 1 or (counted % max(1, counted // _REPORTS) and not is_last):
             return
