@@ -53,7 +53,8 @@ class JointEstimate(Record):
         prior = np.array(self.covariance)
         gap = weighted - precision @ self.means
         spread = np.linalg.pinv(precision + precision @ prior @ precision, hermitian=True)
-        prior *= max(1.0, float(gap @ spread @ gap) / max(1, count - 1))
+        degrees = np.linalg.matrix_rank(precision, hermitian=True)
+        prior *= max(1.0, float(gap @ spread @ gap) / max(1, degrees))
         gained = np.eye(count) + prior @ precision
         means = np.linalg.solve(gained, np.array(self.means) + prior @ weighted)
         covariance = np.linalg.solve(gained, prior)

@@ -93,6 +93,13 @@ def test_what_a_round_has_in_common_teaches_nothing() -> None:
     assert (alone.means, alone.covariance) == (SEARCHED.means, SEARCHED.covariance)
 
 
+def test_a_trial_without_rounds_changes_nothing_between_the_others() -> None:
+    rounds = {4: {1: 1.2, 2: 1.2}, 7: {1: 1.0, 2: 1.0}}
+    third = JointEstimate(numbers=(4, 7, 9), means=(0.0, 0.02, 0.0), covariance=tuple(map(tuple, 1e-4 * np.eye(3))))
+    given = [item.given(rounds, noise=0.001, maximize=True).log_ratio(4, 7) for item in (SEARCHED, third)]
+    assert given[0] == pytest.approx(given[1])
+
+
 def test_a_smaller_metric_is_better_where_it_is_minimised() -> None:
     rounds = {4: {1: 0.5}, 7: {1: 1.0}}
     assert SEARCHED.given(rounds, noise=0.001, maximize=False).log_ratio(4, 7)[0] > 0.6
