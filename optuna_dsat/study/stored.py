@@ -137,11 +137,15 @@ class StoredStudy:
     @cached_property
     def planner(self) -> GuidedPlanner | None:
         """The models of ``guided`` over the study's space, for any method; None before the profile launch."""
+        return self.planner_over(self.space)
+
+    def planner_over(self, space: SearchSpace) -> GuidedPlanner | None:
+        """Return the models of ``guided`` over another space of the study."""
         if self.profiled is None:
             return None
         from optuna_dsat.study.search.methods import make_planner
 
-        return make_planner(self.spec, self.profiled, self.space, prior_knowledge=self.prior_knowledge)
+        return make_planner(self.spec, self.profiled, space, prior_knowledge=self.prior_knowledge)
 
     @cached_property
     def rounds(self) -> Rounds:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import pytest
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.cli.show import show_result
+from optuna_dsat.report.explain.explanation import explained
 from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.space import space_of
 from optuna_dsat.study.stored import read_stored
 from optuna_dsat.trials import attributes
+from tests.harness import present
 from tests.harness.entry_points import leave
 from tests.harness.landscapes import Hill
 from tests.harness.simulated import SimulatedResult
@@ -65,6 +68,26 @@ def test_the_fastest_config_at_the_users_batch_is_found_beside_the_fastest(bench
     assert (exported["train_micro_batch_size_per_gpu"], exported["gradient_accumulation_steps"]) == (BATCH // RANKS, 1)
     assert same.config_path in same.command
     assert result.to_json()["same_batch"]["speed_up"] == best.speed_up.value
+
+
+def test_the_best_at_the_users_batch_is_explained_by_the_models_of_this_batch(bench: StudyBench) -> None:
+    def run(config: Mapping[str, Any]) -> SimulatedResult:
+        micro_batch, steps = config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]
+        launch = _seconds(config)
+        return replace(launch, forward_s=launch.forward_s + 0.02 * max(0, micro_batch * steps - BATCH // RANKS))
+
+    bench.run(bench.spec(ds_config=DS_CONFIG, max_trials=24, method="guided", batch="both"), Hill(override=run))
+    study = read_stored(bench.store, "s")
+    assert present(study.best).trial.params["gradient_accumulation_steps"] < STEPS
+    factors = present(explained(study)).contributions
+    assert not [each.knob for each in factors if "outside" in each.note or "gradient_accumulation_steps" in each.brings]
+
+
+def test_an_implied_accumulation_is_no_difference_from_the_users_config(bench: StudyBench) -> None:
+    spec = bench.spec(ds_config={**USER_CONFIG, "train_batch_size": BATCH}, max_trials=2, confirm=0)
+    bench.run(spec, Hill())
+    words = [trial.user_attrs[attributes.CONFIGURATION] for trial in bench.study().get_trials()]
+    assert not [each for each in words if "gradient_accumulation_steps" in each]
 
 
 @pytest.mark.usefixtures("in_sqlite")

@@ -25,6 +25,7 @@ from typing import Any
 
 from optuna.trial import FrozenTrial
 
+from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION
 from optuna_dsat.cost.gpus import utilisation
 from optuna_dsat.cost.step_time import ERROR
 from optuna_dsat.errors import UsageError
@@ -170,10 +171,16 @@ def explain_study(study: StoredStudy) -> tuple[Explanation, str]:
 
 def explained(study: StoredStudy) -> Explanation | None:
     """Return the explanation of a study's winner; None if nothing was measured, or its profile is gone."""
-    if study.best is None or study.planner is None:
+    if study.best is None:
+        return None
+    params, planner = study.best.trial.params, study.planner
+    if GRADIENT_ACCUMULATION in params:  # searched at the user's global batch
+        samples = params[MICRO_BATCH] * params[GRADIENT_ACCUMULATION]
+        planner = study.planner_over(study.space.at_batch(samples) or study.space)
+    if planner is None:
         return None
     explanation = explain(
-        study.trials, planner=study.planner, winner=study.best, baseline=study.baseline, rounds=study.rounds
+        study.trials, planner=planner, winner=study.best, baseline=study.baseline, rounds=study.rounds
     )
     return explanation if study.verdict is None else replace(explanation, how_known=how_known(study.verdict))
 
@@ -229,14 +236,16 @@ def explain(
 
 
 def _split(params: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-    knobs = {name: value for name, value in params.items() if name != MICRO_BATCH}
+    knobs = {name: value for name, value in params.items() if name not in (MICRO_BATCH, GRADIENT_ACCUMULATION)}
     return knobs, int(params[MICRO_BATCH])
 
 
 def _reverted(planner: GuidedPlanner, winner: Mapping[str, Any], knob: str, own: Any) -> dict[str, Any]:
     """Return the winner with the user's value of a knob."""
-    knobs, size = _split({**winner, knob: own})
-    return {**planner.problem.space.completed(knobs), MICRO_BATCH: size}
+    space, (knobs, size) = planner.problem.space, _split({**winner, knob: own})
+    steps = space.accumulation(size)
+    accumulated = {} if steps == space.searched_accumulation(size) else {GRADIENT_ACCUMULATION: steps}
+    return {**space.completed(knobs), MICRO_BATCH: size, **accumulated}
 
 
 def _contributions(
@@ -256,7 +265,7 @@ def _contributions(
             contribution = _modelled(trials, planner, winner, other)
         else:
             contribution = _factor("measured", effect.mean, effect.half_width, pairs=effect.pairs)
-        names = (winner.keys() | other.keys()) - {knob}
+        names = (winner.keys() | other.keys()) - {knob, GRADIENT_ACCUMULATION}
         brings = tuple(sorted(name for name in names if winner.get(name) != other.get(name)))
         yield replace(contribution, knob=knob, user=other.get(knob), winner=value, brings=brings)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from optuna.trial import FrozenTrial
 
+from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION
 from optuna_dsat.config.knobs import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM
 from optuna_dsat.guided.planner import GuidedPlanner
 from optuna_dsat.trials import attributes
@@ -55,8 +56,9 @@ class Situation:
 
     @cached_property
     def knobs(self) -> dict[str, Any]:
-        """The winner's knobs without the micro-batch."""
-        return {name: value for name, value in visible_params(self.winner).items() if name != MICRO_BATCH}
+        """The winner's knobs without its batch sizes."""
+        sizes = (MICRO_BATCH, GRADIENT_ACCUMULATION)
+        return {name: value for name, value in visible_params(self.winner).items() if name not in sizes}
 
     @property
     def size(self) -> int:

@@ -50,7 +50,8 @@ class Proposals:
         self._profiled = context.profiled
         self._method = context.method
         self._recorder = recorder
-        self._config = ds_config.effective(context.spec.ds_config)
+        self._own = user_config(context.spec, data_parallel_size=context.profiled.data_parallel_size)
+        """The user's config with explicit batch sizes, and its overlay."""
         self._refused = 0
         """Consecutive refused trials."""
         self.most = context.spec.max_trials
@@ -173,7 +174,7 @@ class Proposals:
             config=config,
             profiled=self._profiled,
         )
-        words = config_in_words(config, own=self._config, params_count=self._profiled.profile.params)
+        words = config_in_words(config, own=self._own[0], params_count=self._profiled.profile.params)
         reason, trials = _reason(asked), self._study.get_trials(deepcopy=False)
         facts = {
             attributes.CONFIG: dict(config),
@@ -193,16 +194,15 @@ class Proposals:
     def _configuration(self, trial: optuna.Trial) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         """Return the DeepSpeed config of a trial and its overlay over the script's config."""
         if trial.user_attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG:
-            config, overlay = user_config(self._spec, data_parallel_size=self._profiled.data_parallel_size)
-            if self._space.params_of(config) is not None:
+            if self._space.params_of(self._own[0]) is not None:
                 self._space.suggest(trial)
-            return config, overlay
+            return self._own
         params = self._space.suggest(trial)
         enqueued = frozen(self._study, trial).system_attrs.get(FIXED_ATTR) or {}
         if (steps := enqueued.get(ds_config.GRADIENT_ACCUMULATION)) is not None:
             params[ds_config.GRADIENT_ACCUMULATION] = trial.suggest_int(ds_config.GRADIENT_ACCUMULATION, 1, steps)
         overlay = self._space.overlay(params)
-        return ds_config.merge(self._config, overlay), overlay
+        return ds_config.merge(self._own[0], overlay), overlay
 
     def _refuse(self, trial: optuna.Trial, reason: str) -> None:
         self._refused += 1
