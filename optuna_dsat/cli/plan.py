@@ -7,15 +7,22 @@ import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
+from typer.models import OptionInfo
 
 from optuna_dsat.cli.parsing.commands import with_options
 from optuna_dsat.cli.tables import notify, print_table
 from optuna_dsat.errors import UsageError
 from optuna_dsat.escape.terminal import say_prose
-from optuna_dsat.study.options.declaration import DEFAULT_OUTPUT_DIR, DEFAULT_STORAGE, OUTPUT_DIR_ENV, STORAGE_ENV
+from optuna_dsat.study.options.declaration import (
+    DEFAULT_OUTPUT_DIR,
+    DEFAULT_STORAGE,
+    OUTPUT_DIR_ENV,
+    STORAGE_ENV,
+    fields_of,
+)
 from optuna_dsat.study.options.parse import share
 from optuna_dsat.tuning.options.tune_options import TuneOptions
 from optuna_dsat.words import bytes_in_words, count_in_words, slot_name
@@ -26,9 +33,10 @@ if TYPE_CHECKING:
     from optuna_dsat.plan.rows import AtCount, Plan, PlannedRow
     from optuna_dsat.plan.transformer import TransformerShape
 
-_model = partial(typer.Option, rich_help_panel="Without a launch: the model")
-_machine = partial(typer.Option, rich_help_panel="Without a launch: the machine")
-_launch = partial(typer.Option, rich_help_panel="With a launch")
+_WITH, _WITHOUT = "With a launch", "Without a launch"
+_model = partial(typer.Option, rich_help_panel=f"{_WITHOUT}: the model")
+_machine = partial(typer.Option, rich_help_panel=f"{_WITHOUT}: the machine")
+_launch = partial(typer.Option, rich_help_panel=_WITH)
 _GPUS = 8
 """GPUs of a host if ``--gpus`` is not given and nothing is launched."""
 _OPTIONAL = ("tokens/s", "tokens/s/{}", "MFU")
@@ -77,7 +85,7 @@ class PlanOptions:
     heads: Annotated[int | None, _model(help="Attention heads.  \\[default: of 128 each]")] = None
     seq_length: Annotated[
         int | None,
-        _model(
+        typer.Option(
             help="Tokens of a sample; with a launch, only for tokens/s.  \\[default: 2048 without a launch, or the "
             "longest that the model takes if that is less]"
         ),
@@ -91,7 +99,7 @@ class PlanOptions:
         "none"
     )
     gpu: Annotated[str | None, _machine(help="GPU by name, such as a100-80g, h100 or rtx4090.")] = None
-    gpus: Annotated[int | None, _machine(help="GPUs of a host, or of the launch.  \\[default: 8, or all]")] = None
+    gpus: Annotated[int | None, typer.Option(help="GPUs of a host, or of the launch.  \\[default: 8, or all]")] = None
     nodes: Annotated[
         int,
         typer.Option(
@@ -170,6 +178,7 @@ def _without_launch(options: PlanOptions) -> Plan:
     given = "--params" if options.hf_config is None else "--model"
     if config_path is not None and config_path.suffix == ".py":
         raise UsageError(f"With {given} nothing is launched: give no script, a DS_CONFIG at most.")
+    _refuse(options, _WITH, f"leave it out with {given}")
     shape = _shape(options)
     gpus = _GPUS if options.gpus is None else options.gpus
     if options.gpu is None:
@@ -185,6 +194,17 @@ def _without_launch(options: PlanOptions) -> Plan:
     )
     config = None if config_path is None else user_file.load(config_path).raw
     return plan_shape(shape, machine, config=config, memory_margin=_memory_margin(options), nvme_path=options.nvme_path)
+
+
+def _refuse(options: PlanOptions, panel: str, remedy: str) -> None:
+    """Refuse a given option of a panel of the help; one that a variable may give for all commands is not counted."""
+    for field_, hint in fields_of(PlanOptions):
+        declared = get_args(hint)[1]
+        is_of_panel = isinstance(declared, OptionInfo) and (declared.rich_help_panel or "").startswith(panel)
+        if is_of_panel and not declared.envvar and getattr(options, field_.name) != field_.default:
+            name = (*declared.param_decls, "--" + field_.name.replace("_", "-"))
+            option = next(text for text in name if text.startswith("--"))
+            raise UsageError(f"{option} is for plans {panel[0].lower()}{panel[1:]}: {remedy}.")
 
 
 def _shape(options: PlanOptions) -> TransformerShape:
@@ -259,8 +279,7 @@ def _search_options(options: PlanOptions) -> TuneOptions:
     """Return the options of a search over all ZeRO stages with the launch of this plan."""
     if options.script is None or options.ds_config is None:
         raise UsageError("plan takes SCRIPT and DS_CONFIG, or --params or --model with --gpu and no script.")
-    if options.trainable_share is not None:
-        raise UsageError("--trainable-share is for plans without a launch: a launch counts what is trained.")
+    _refuse(options, _WITHOUT, "leave it out, as the launch shows the model and the machine")
     if options.seq_length is not None and options.seq_length < 1:
         raise UsageError(f"--seq-length is {options.seq_length}; it must be at least 1.")
     return TuneOptions(

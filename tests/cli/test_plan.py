@@ -158,6 +158,11 @@ CASES = {
     "share": (["--params", "7e9", "--gpu", "t4", "--trainable-share", "0"], "--trainable-share is 0; it must be above"),
     "hf-no-gpu": (["--hf-config", "."], "--model is ., a folder without config.json"),
     "share-of-a-launch": (["train.py", "ds.json", "--trainable-share", "1%"], "is for plans without a launch"),
+    "gpu-of-a-launch": (["train.py", "ds.json", "--gpu", "h100"], "--gpu is for plans without a launch"),
+    "ranks-without-launch": (
+        ["--params", "7e9", "--gpu", "t4", "--device-memory", "2GiB"],
+        "--device-memory is for plans with a launch",
+    ),
     "a-script-too": (["train.py", "--params", "7e9", "--gpu", "t4"], "give no script"),
     "no-number": (["--params", "seven", "--gpu", "t4"], "--params is 'seven'"),
     "no-such-gpu": (["--params", "7e9", "--gpu", "a100"], "--gpu is 'a100'; known are"),
