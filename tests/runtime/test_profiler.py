@@ -19,7 +19,7 @@ from optuna_dsat.runtime.events import Event, ProfileMeasured
 from optuna_dsat.runtime.measure.engine import Clock
 from optuna_dsat.runtime.measure.memory import MemoryPeaks
 from optuna_dsat.runtime.measure.meter import Meter, RankState
-from optuna_dsat.runtime.measure.profiler import Profiler
+from optuna_dsat.runtime.measure.profiler import Profiler, _flop_counter
 from optuna_dsat.runtime.rank import LaunchPlan
 from optuna_dsat.study.profile.profile import measure_profile
 from optuna_dsat.study.spec import make_spec
@@ -190,6 +190,25 @@ def test_a_backward_pass_that_the_script_calls_itself_counts_as_two_forward_pass
     [direct] = profile_of(Calculating(), plan, backward=torch.Tensor.backward)
     assert (observed.flops_per_sample, direct.flops_per_sample) == (4, 12)
     assert (observed.needs_zero, direct.needs_zero) == (False, True)
+
+
+@pytest.mark.parametrize("layer", [torch.nn.LSTM, torch.nn.GRU])
+def test_the_flops_of_a_recurrent_layer_are_counted(layer: type[torch.nn.RNNBase]) -> None:
+    recurrent, batch = layer(3, 5), torch.rand(7, 2, 3)
+    with _flop_counter() as counter:
+        forward = recurrent(batch)[0].sum()
+        counted = counter.get_total_flops()
+        forward.backward()
+    matrices = sum(weight.numel() for weight in recurrent.parameters() if weight.dim() > 1)
+    assert counted == 2 * 7 * 2 * matrices
+    assert 2 * counted <= counter.get_total_flops() <= 3 * counted
+
+
+def test_the_flops_of_a_recurrent_kernel_of_cuda_are_counted() -> None:
+    counter = _flop_counter()
+    weights = [torch.Size([20, 3]), torch.Size([20, 5]), torch.Size([20])]
+    formula = counter.flop_registry[torch.ops.aten._cudnn_rnn]
+    assert formula(torch.rand(7, 2, 3), [torch.rand(shape) for shape in weights], 4, out_val=None) == 2 * 7 * 2 * 160
 
 
 def test_a_model_that_was_profiled_is_compiled_in_later_steps(plan: LaunchPlan) -> None:

@@ -12,6 +12,7 @@ included although they do not grow with the batch; the memory model corrects for
 
 from __future__ import annotations
 
+import math
 import platform
 import sys
 import time
@@ -180,10 +181,20 @@ def _flop_counter() -> Any:
     def backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
         return int(sdpa_backward_flop_count(grad, query, key, value))  # type: ignore[no-untyped-call]
 
+    def recurrent(inputs: Any, *weights: Any, **_: Any) -> int:
+        # cuDNN's kernels get a list of weights, oneDNN's two weights; each multiplies every element of the sequence
+        matrices = weights[0] if isinstance(weights[0], list) else weights[:2]
+        return 2 * math.prod(inputs[:-1]) * sum(math.prod(shape) for shape in matrices if len(shape) > 1)
+
+    def recurrent_backward(*shapes: Any, **_: Any) -> int:
+        return 2 * recurrent(*shapes)
+
     cpu_attention = "_scaled_dot_product_flash_attention_for_cpu"  # torch has formulas for the CUDA kernels only
     formulas = {cpu_attention: forward, f"{cpu_attention}_backward": backward}
+    for name in ("mkldnn_rnn_layer", "_cudnn_rnn"):  # torch has no formulas for these
+        formulas |= {name: recurrent, f"{name}_backward": recurrent_backward}
     aten = torch.ops.aten
-    attention = {getattr(aten, name): formula for name, formula in formulas.items() if hasattr(aten, name)}
+    mapping = {getattr(aten, name): formula for name, formula in formulas.items() if hasattr(aten, name)}
 
     class NoModuleTracker:
         parents = frozenset({"Global"})
@@ -198,7 +209,7 @@ def _flop_counter() -> Any:
         failed = False
 
         def __init__(self) -> None:
-            super().__init__(display=False, custom_mapping=attention)
+            super().__init__(display=False, custom_mapping=mapping)
             self.mod_tracker: Any = NoModuleTracker()
 
         def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
