@@ -380,7 +380,7 @@ def _deepspeed(options: Mapping[str, Any]) -> dict[str, Any]:
         least = f"{min(counts)} of each are used"
         notes.append(f"{', '.join(hosts)} have {', '.join(map(str, counts))} slots: {least}.")
     if without_effect := [f"--{item}" for item in _WITHOUT_EFFECT if options.get(item)]:
-        notes.append(f"{', '.join(without_effect)} has no effect on a trial, and is not in the printed command.")
+        notes.append(f"{', '.join(without_effect)} applies neither to trials nor to the printed command.")
     several = len(hosts) > 1
     selects = (options["include"] and len(here) < MOST_SLOTS) or (options["exclude"] and hosts)
     return {
