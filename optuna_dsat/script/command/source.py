@@ -100,9 +100,14 @@ def reads_input(script: str, *, is_module: bool, cwd: Path, python: str | None =
 
 
 def mentioned(names: Iterable[str], script: str, *, is_module: bool, cwd: Path, python: str | None = None) -> list[str]:
-    """Return the subset of names that are string literals of a script or of user files that it imports."""
-    files = _files(script, is_module=is_module, cwd=cwd, python=python)
-    literals = {node.value for nodes, _ in files for node in nodes if isinstance(node, ast.Constant)}
+    """Return the subset of names that are string literals of a script or of user files that it imports.
+
+    The key of an assignment, as in ``os.environ["NAME"] = "1"``, does not count.
+    """
+    literals = set()
+    for nodes, _ in _files(script, is_module=is_module, cwd=cwd, python=python):
+        assigned = {node.slice for node in nodes if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)}
+        literals |= {node.value for node in nodes if isinstance(node, ast.Constant) and node not in assigned}
     return [name for name in names if name in literals]
 
 
