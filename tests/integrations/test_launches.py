@@ -86,7 +86,7 @@ def test_a_trainer_set_up_in_code_runs_the_trial_and_nothing_beside(tmp_path: Pa
         [trainer] = launch.of(TrainerFound, rank)
         assert (trainer.framework, trainer.micro_batch, trainer.gradient_accumulation_steps) == ("transformers", 16, 4)
         assert trainer.options == {}
-    assert "per_device_train_batch_size 3 (the script says 16)" in launch.log("stderr")
+    assert "per_device_train_batch_size 3 (the script has 16)" in launch.log("stderr")
 
 
 @pytest.mark.parametrize("by", ["environment", "code"])

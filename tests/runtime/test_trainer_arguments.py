@@ -78,6 +78,12 @@ def test_a_copy_has_the_scripts_own_batch_sizes(overlay: dict[str, Any]) -> None
         assert arguments.gradient_accumulation_steps == overlay.get("gradient_accumulation_steps", 8)
 
 
+def test_a_launch_reports_the_scripts_batch_size_only_where_it_differs(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = hooked(train_micro_batch_size_per_gpu=1)(**OWN)
+    HuggingFaceHook(plan=plan_of(), rank=rank_of(), write=lambda _: None)._report_arguments(arguments)
+    assert "per_device_train_batch_size 1 (the script has 4), gradient_accumulation_steps 8;" in capsys.readouterr().err
+
+
 def test_a_launch_that_ends_at_its_arguments_has_the_scripts_batch_sizes() -> None:
     """As GRPO does, whose batch is a multiple of its generations: the profile's micro-batch of 1 was refused."""
     found: list[TrainerFound] = []

@@ -298,12 +298,10 @@ class HuggingFaceHook(TrainerHook):
         options = {key: f"--{field}" for key, field in fields.items()} if by_option else {}
         is_first = self._report(micro_batch=micro_batch, accumulation=accumulation, options=options)
         if is_first and self._rank.rank == 0:
-            print(
-                f"optuna-dsat: per_device_train_batch_size {arguments.per_device_train_batch_size} (the script says "
-                f"{micro_batch}), gradient_accumulation_steps {arguments.gradient_accumulation_steps} (the script says "
-                f"{accumulation})" + ("; nothing is evaluated, saved or sent." if self._plan.measures else "."),
-                file=sys.stderr,
-            )
+            sizes = [(field, getattr(arguments, field), value) for field, value in zip(TRAINER_FIELDS.values(), own)]
+            words = [f"{field} {now}" + f" (the script has {value})" * (now != value) for field, now, value in sizes]
+            end = "; nothing is evaluated, saved or sent." if self._plan.measures else "."
+            print(f"optuna-dsat: {', '.join(words)}{end}", file=sys.stderr)
 
 
 def _disable_methods(cls: Any, *names: str) -> None:
