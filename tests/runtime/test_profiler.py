@@ -193,7 +193,7 @@ def test_a_backward_pass_that_the_script_calls_itself_counts_as_two_forward_pass
 
 
 @pytest.mark.parametrize("layer", [torch.nn.LSTM, torch.nn.GRU])
-def test_the_flops_of_a_recurrent_layer_are_counted(layer: type[torch.nn.RNNBase]) -> None:
+def test_the_flops_of_a_recurrent_layer_are_counted(layer: Callable[[int, int], torch.nn.RNNBase]) -> None:
     recurrent, batch = layer(3, 5), torch.rand(7, 2, 3)
     with _flop_counter() as counter:
         forward = recurrent(batch)[0].sum()

@@ -184,7 +184,8 @@ def _flop_counter() -> Any:
     def recurrent(inputs: Any, *weights: Any, **_: Any) -> int:
         # cuDNN's kernels get a list of weights, oneDNN's two weights; each multiplies every element of the sequence
         matrices = weights[0] if isinstance(weights[0], list) else weights[:2]
-        return 2 * math.prod(inputs[:-1]) * sum(math.prod(shape) for shape in matrices if len(shape) > 1)
+        per_position = sum(math.prod(shape) for shape in matrices if len(shape) > 1)
+        return int(2 * math.prod(inputs[:-1]) * per_position)
 
     def recurrent_backward(*shapes: Any, **_: Any) -> int:
         return 2 * recurrent(*shapes)
