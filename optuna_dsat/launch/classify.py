@@ -343,7 +343,7 @@ def _left_early(facts: LaunchFacts) -> Verdict | None:
             outcome=Outcome.OUT_OF_DATA,
             message=(
                 f"the script ended by itself after {finished.steps} global steps{skipped}, before step "
-                f"{facts.end_profile_step}: its data or its own number of steps allows no more"
+                f"{facts.end_profile_step}: its data, its own number of steps or an error that it caught allows no more"
             ),
             rank=rank,
         )

@@ -382,6 +382,9 @@ class DeepSpeedHook:
             is_other = is_engine(engine) and engine is not self._engine
             with nullcontext() if self._meter is None or is_other else self._meter.micro_batch():
                 yield
+        except Exception as error:
+            self._state.note_error(error)  # the script may catch it
+            raise
         finally:
             self._state.steps_completed = None
         if self._meter is None:

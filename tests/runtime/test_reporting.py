@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,10 @@ import torch
 
 import optuna_dsat
 from optuna_dsat.runtime.events import RankFailed, StepMeasured
+from optuna_dsat.runtime.hook import DeepSpeedHook
+from optuna_dsat.runtime.measure.meter import RankState
 from tests.harness.meter import Engine, FakeClock, MeterBench
-from tests.harness.ranks import ROOT, Starter, WarmRanks, script
+from tests.harness.ranks import ROOT, Starter, WarmRanks, plan_of, rank_of, script
 
 
 class Unseen(Engine):
@@ -221,3 +224,15 @@ def test_a_context_without_any_engine_says_what_it_needs(start: Starter, stubs: 
     [failure] = launch.of(RankFailed)
     assert failure.error_type == "RuntimeError"
     assert "knows no engine to measure: give dsat_reporting_context the DeepSpeed engine" in failure.message
+
+
+def test_an_allocators_error_in_a_context_is_counted_though_the_script_catches_it() -> None:
+    bench = MeterBench(Unseen)
+    writer: Any = None
+    hook = DeepSpeedHook(
+        plan=plan_of(), rank=rank_of(), writer=writer, state=RankState(device="cpu"), exit_process=lambda: None
+    )
+    hook._meter = bench.meter
+    with suppress(RuntimeError), hook.reporting(bench.engine, None):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.")
+    assert hook._state.allocation_failures == 1
