@@ -51,6 +51,13 @@ def find_config(args: Sequence[str], *, cwd: Path) -> Path | None:
     return next((named for _, named in _named_by_settings(args, cwd=cwd)), None)
 
 
+def missing_config(args: Sequence[str], *, cwd: Path) -> str:
+    """Return the option and value of a script's arguments that name a config which does not exist; empty for none."""
+    named = ((option, value) for option, value in _pairs(args) if option in _OPTIONS)
+    missing = (pair for pair in named if pair[1].endswith((".json", ".hjson")) and not (cwd / pair[1]).exists())
+    return " ".join(next(missing, ()))
+
+
 def find_config_key(args: Sequence[str], *, cwd: Path, config: Path) -> str | None:
     """Return the dotted key under which a settings file among a script's arguments names a DeepSpeed config."""
     keys = (key for key, named in _named_by_settings(args, cwd=cwd) if named.resolve() == config.resolve())

@@ -15,6 +15,7 @@ from optuna_dsat.config.user_file import misspelt_in_words
 from optuna_dsat.errors import PATH_ERRORS, UsageError
 from optuna_dsat.script.command.interception import is_of_launch
 from optuna_dsat.script.command.source import mentioned, reads_input
+from optuna_dsat.script.settings_file import missing_config
 from optuna_dsat.secrecy.names import is_secret
 from optuna_dsat.study.options.declaration import options_in
 from optuna_dsat.study.spec import StudyRequest, StudySpec
@@ -121,6 +122,8 @@ def _of_process(spec: StudySpec) -> Iterator[str]:
     """Yield notes on the standard input and the variables of this process that the script reads."""
     script, python = spec.script, spec.python
     where: dict[str, Any] = {"is_module": script.is_module, "cwd": Path(script.cwd), "python": python}
+    if missing := missing_config(script.args, cwd=Path(script.cwd)):
+        yield f"{missing} names no file in {script.cwd}: correct it, unless the script writes this file itself."
     with contextlib.suppress(OSError):  # closed
         is_given = stat.S_IFMT(os.fstat(0).st_mode) in (stat.S_IFIFO, stat.S_IFREG, stat.S_IFSOCK)
         if is_given and reads_input(script.script, **where):

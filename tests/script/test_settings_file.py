@@ -15,6 +15,7 @@ from optuna_dsat.script.settings_file import (
     find_config,
     find_config_key,
     looks_like_config,
+    missing_config,
     settings_copy,
 )
 
@@ -343,6 +344,19 @@ def folder(tmp_path: Path) -> Path:
 )
 def test_an_argument_names_the_config(folder: Path, args: str) -> None:
     assert find_config(args.split(), cwd=folder) == folder / "ds.json"
+
+
+@pytest.mark.parametrize(
+    ("args", "missing"),
+    [
+        ("--lr 1 --deepspeed_config=no.json", "--deepspeed_config no.json"),
+        ("--deepspeed no.json", "--deepspeed no.json"),
+        ("--deepspeed_config ds.json --data no.json", ""),
+        ("--deepspeed train", ""),
+    ],
+)
+def test_an_option_that_names_a_missing_config_is_found(folder: Path, args: str, missing: str) -> None:
+    assert missing_config(args.split(), cwd=folder) == missing
 
 
 def test_the_option_comes_before_other_files_that_look_alike(folder: Path) -> None:
