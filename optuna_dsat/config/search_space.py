@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -156,13 +156,10 @@ class SearchSpace:
         Its trials have the parameters of this space, and ``gradient_accumulation_steps`` where it differs. None if
         nothing can have this batch, or if every configuration of this space has it already.
         """
-        low, high = self.micro_batches
-        sizes = self.micro_batch_values or range(low, high + 1)
-        values = tuple(size for size in sizes if samples_per_rank % size == 0)
+        values = tuple(size for size in self._sizes if samples_per_rank % size == 0)
         if self.holds_accumulation:
             values = tuple(size for size in values if size * self.gradient_accumulation_steps == samples_per_rank)
-        batches = {self.searched_accumulation(size) * size for size in sizes}
-        if not values or batches == {samples_per_rank}:
+        if not values or self._batches == {samples_per_rank}:
             return None
         knobs = (replace(tuned, choices=(False,)) if tuned.name == ZENFLOW else tuned for tuned in self.knobs)
         return replace(
@@ -172,6 +169,20 @@ class SearchSpace:
             micro_batches=(values[0], values[-1]),
             micro_batch_values=values,
         )
+
+    def has_batch_above(self, samples_per_rank: int | None) -> bool:
+        """Whether a configuration has more samples per rank and global step."""
+        return max(self._batches) > (samples_per_rank or 0)
+
+    @property
+    def _sizes(self) -> Sequence[int]:
+        low, high = self.micro_batches
+        return self.micro_batch_values or range(low, high + 1)
+
+    @property
+    def _batches(self) -> set[int]:
+        """Samples per rank and global step of the search's configurations."""
+        return {self.searched_accumulation(size) * size for size in self._sizes}
 
     def _settings(self, pick: Callable[[TunedKnob], Any]) -> Iterator[tuple[TunedKnob, Any]]:
         """Yield the knobs that apply with their values; ``pick`` chooses the values of searched knobs."""

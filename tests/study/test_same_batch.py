@@ -128,10 +128,13 @@ def test_the_users_config_stays_where_nothing_is_surely_faster_at_its_batch(
     assert capsys.readouterr().out.count("Train with it:") == 1
 
 
-def test_a_search_of_few_trials_says_that_none_is_left_for_the_users_batch(bench: StudyBench) -> None:
-    bench.run(bench.spec(ds_config=DS_CONFIG, max_trials=4, batch="both"), Hill(override=_seconds))
+@pytest.mark.parametrize("most", [None, BATCH])
+def test_a_search_of_few_trials_says_that_none_is_left_for_the_users_batch(bench: StudyBench, most: int | None) -> None:
+    spec = bench.spec(ds_config=DS_CONFIG, max_trials=4, batch="both", max_train_batch_size=most)
+    bench.run(spec, Hill(override=_seconds))
     assert not _asked(bench)
-    assert "--max-trials 5 or more keeps a fifth for them" in str(bench.news)
+    larger_is_tried = most is None
+    assert ("--max-trials 5 or more keeps a fifth for them" in str(bench.news)) is larger_is_tried
 
 
 @pytest.mark.parametrize("batch", ["free", "keep"])

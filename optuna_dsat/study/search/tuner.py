@@ -100,10 +100,11 @@ class Tuner:
 
     def _search(self) -> EndReason:
         """Search, then with ``--batch both`` at the user's global batch; return why the search ended."""
-        if self._context.method.at_user_batch is None:
+        planner = self._context.method.at_user_batch
+        if planner is None:
             return self._loop()
         kept = self._spec.max_trials // _SHARE_AT_USER_BATCH
-        if not kept:
+        if not kept and self._context.space.has_batch_above(planner.problem.space.asked_samples_per_rank):
             self._context.say(
                 f"Configs at your global batch are not searched: --max-trials {_SHARE_AT_USER_BATCH} or more keeps a "
                 "fifth for them."
