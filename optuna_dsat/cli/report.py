@@ -7,7 +7,6 @@ browser, during the search.
 from __future__ import annotations
 
 import json
-import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,6 +19,7 @@ from optuna_dsat.cli.parsing.parameters import (
     Storage,
     complete_studies,
     confirm_replacing,
+    finite,
     opened,
     option,
     say_written,
@@ -65,8 +65,12 @@ def report(
     dataset_size: Annotated[
         int | None, option(help="Samples of the training data, for what a training takes.", min=1)
     ] = None,
-    epochs: Annotated[float, typer.Option(help="Epochs of the training that is to follow.", min=0.001)] = 1.0,
-    price: Annotated[float | None, option(help="Price of a GPU hour, for what a training saves.", min=0.0)] = None,
+    epochs: Annotated[
+        float, typer.Option(help="Epochs of the training that is to follow.", min=0.001, callback=finite)
+    ] = 1.0,
+    price: Annotated[
+        float | None, option(help="Price of a GPU hour, for what a training saves.", min=0.0, callback=finite)
+    ] = None,
 ) -> None:
     """Write a study's report: one HTML file with figures that opens in any browser, without a network.
 
@@ -76,8 +80,6 @@ def report(
     from optuna_dsat.report.view import read_view
     from optuna_dsat.report.write import COMPARISON, default_path, is_report, write_comparison, write_report
 
-    if math.inf in (epochs, price):
-        raise UsageError("--epochs and --price must be finite numbers.")
     training = Training(epochs=epochs, price_per_gpu_hour=price, dataset_size=dataset_size)
     if names and len(names) > 1:
         confirm_replacing(output or Path(COMPARISON), is_ours=is_report)

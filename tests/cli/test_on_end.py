@@ -88,3 +88,11 @@ def test_a_price_gives_the_cost_of_the_search(run_here: Run) -> None:
     assert float(cost.partition("which cost ")[2].split()[0].replace(",", "")) > 0
     again = run_here("resume", "train-random", "--max-trials", "3", "--quiet", "--price", "60")
     assert "which cost " in again.stdout
+
+
+@pytest.mark.parametrize("command", [[*SEARCH, "--dry-run"], ["resume", "s"], ["report", "s"]])
+@pytest.mark.parametrize("price", ["inf", "nan"])
+def test_a_price_is_a_finite_number(command: list[str], price: str, run_here: Run) -> None:
+    done = run_here(*command, "--price", price)
+    assert done.returncode == 2
+    assert "Invalid value for '--price': it must be" in done.stderr

@@ -9,6 +9,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
+from optuna_dsat.cli.parsing.parameters import finite
 from optuna_dsat.study.options.declaration import PANELS, Option, fields_of, option_of, options_in
 
 
@@ -100,6 +101,7 @@ def _parameter(option: Option, *flags: str, **more: Any) -> Any:
         metavar=option.metavar,
         envvar=option.env,
         min=option.least,
+        callback=None if option.least is None else finite,
         autocompletion=complete if option.choices else None,
         **more,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -69,6 +70,13 @@ LatestName = Annotated[
         autocompletion=complete_studies,
     ),
 ]
+
+
+def finite(value: float | None) -> float | None:
+    """Return the value of an option, a finite number or None; ``BadParameter`` for others."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter("it must be a finite number.")
+    return value
 
 
 @contextmanager
