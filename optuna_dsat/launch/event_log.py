@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 
@@ -104,6 +104,9 @@ class EventLog:
     def __init__(self, directory: RunDirectory, *, slots: int, started: float) -> None:
         self.events: dict[int, list[Event]] = {}
         """Rank -> its events in the order written."""
+        self.ends: dict[int, RankFailed | RankFinished] = {}
+        """Rank -> record of its end, for the ranks with a record."""
+        self._steps: list[StepMeasured] = []
         self.last_event = started
         """Time at which events were last read; the start before the first."""
         self.first_step: float | None = None
@@ -124,16 +127,20 @@ class EventLog:
         fresh = [event for _, event in sorted(dated, key=lambda item: item[0])]
         if fresh:
             self.last_event = now
-            if self.first_step is None and any(isinstance(event, StepMeasured) for event in fresh):
+            self._steps += [event for event in fresh if isinstance(event, StepMeasured)]
+            if self.first_step is None and self._steps:
                 self.first_step = now
         return fresh
 
     def _to_its_end(self, rank: int, events: Sequence[Event]) -> list[Event]:
         """Return a rank's new events up to the record of its end; later events of its script do not count."""
-        if rank in self.ends:
-            return []
-        ends = (number for number, event in enumerate(events) if isinstance(event, RankFailed | RankFinished))
-        return list(events[: next(ends, len(events)) + 1])
+        result: list[Event] = []
+        for event in events if rank not in self.ends else ():
+            result.append(event)
+            if isinstance(event, RankFailed | RankFinished):
+                self.ends[rank] = event
+                break
+        return result
 
     @property
     def dropped(self) -> int:
@@ -144,10 +151,6 @@ class EventLog:
         return [event for events in self.events.values() for event in events]
 
     @property
-    def _steps(self) -> list[StepMeasured]:
-        return [event for event in self._all() if isinstance(event, StepMeasured)]
-
-    @property
     def micro_batches(self) -> set[int | None]:
         """Sizes of the largest batch of each step so far; None for a size that was not observed."""
         return {event.observed_micro_batch for event in self._steps}
@@ -156,16 +159,6 @@ class EventLog:
     def starts(self) -> list[RankStarted]:
         """Start records of the ranks."""
         return [event for event in self._all() if isinstance(event, RankStarted)]
-
-    @property
-    def ends(self) -> Mapping[int, RankFailed | RankFinished]:
-        """Rank -> record of its end, for the ranks with a record."""
-        return {
-            rank: event
-            for rank, events in self.events.items()
-            for event in events
-            if isinstance(event, RankFailed | RankFinished)
-        }
 
     @property
     def done(self) -> set[int]:

@@ -142,3 +142,12 @@ def test_dropped_lines_are_counted_and_named(tmp_path: Path) -> None:
     verdict = classify(facts)
     assert verdict.outcome is Outcome.MEASURED
     assert verdict.message.endswith("(3 lines of events could not be read and were dropped)")
+
+
+def test_a_poll_does_not_look_at_all_earlier_events(tmp_path: Path) -> None:
+    directory = RunDirectory.create(tmp_path, "one")
+    log = EventLog(directory, slots=2, started=0.0)
+    directory.events(0).write_text(f"{encode_event(STEP)}\n")
+    log.read(1.0)
+    log.events = {}
+    assert (log.read(2.0), log.ends, log.longest_step_s) == ([], {}, 0.5)
