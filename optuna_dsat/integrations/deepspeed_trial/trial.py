@@ -5,14 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Union
 
 import torch
 
 if TYPE_CHECKING:
     from optuna_dsat.integrations.deepspeed_trial.context import DeepSpeedTrialContext
 
-TorchData = torch.Tensor | Mapping[str, Any] | Sequence[Any]
+TorchData = Union[torch.Tensor, Mapping[str, Any], Sequence[Any]]  # Python 3.9 has no |
 """A batch: a tensor, or mappings and sequences of tensors."""
 
 
