@@ -312,6 +312,8 @@ def test_what_runs_with_a_scripts_interpreter_needs_python_3_9_torch_and_deepspe
                 imported = [node.module]
             elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("dataclass", "zip"):
                 used |= {word.arg for word in node.keywords} & {"kw_only", "slots", "strict"}
+            elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
+                used |= {"|"} if isinstance(node.args[1], ast.BinOp) else set()
             elif isinstance(node, ast.Import):
                 imported = [alias.name for alias in node.names]
             tops = {module.split(".")[0] for module in imported} - {"optuna_dsat", *sys.stdlib_module_names}

@@ -77,7 +77,7 @@ def checked(data: Any, where: str, error: Callable[[str], UsageError] = UsageErr
             raise error(f"{where} is nested in itself, or holds more than {_MOST_VALUES:,} values.")
         if isinstance(value, dict):
             left += [*value, *value.values()]
-        elif isinstance(value, list | tuple | set):
+        elif isinstance(value, (list, tuple, set)):
             left += value
         elif isinstance(value, int) and abs(value) > _LARGEST_INTEGER:
             raise error(f"{where} holds a whole number of more than 64 bits.")

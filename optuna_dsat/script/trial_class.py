@@ -242,7 +242,7 @@ def _names(tree: ast.Module) -> set[str]:
     """Return the names that a module binds, also within ``if`` and ``try``."""
     names: set[str] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom | ast.Import):
+        if isinstance(node, (ast.ImportFrom, ast.Import)):
             names |= {alias.asname or alias.name for alias in node.names}
         elif isinstance(node, ast.ClassDef):
             names.add(node.name)
