@@ -170,8 +170,9 @@ def replace_function(module: ModuleType, name: str, replacement: Callable[..., A
     """Set a module's function, also where ``from module import name`` or the standard library has copied it."""
     original = getattr(module, name)
     for other in list(sys.modules.values()):
-        if getattr(other, "__dict__", {}).get(name) is original:
-            setattr(other, name, replacement)
+        for copied in (name, f"_builtin_{name}", f"bltn_{name}"):  # of bz2 and tokenize, and of tarfile
+            if getattr(other, "__dict__", {}).get(copied) is original:
+                setattr(other, copied, replacement)
     setattr(module, name, replacement)
     for owner in (getattr(sys.modules.get(place), copying, None) for place, copying in _COPYING_CLASSES):
         for attribute, value in list(vars(owner).items()) if owner is not None else ():

@@ -138,6 +138,9 @@ torch.save({"w": torch.ones(3)}, "a"); assert torch.load("a")["w"].sum() == 3
 torch.jit.trace(torch.nn.Linear(2, 1), torch.ones(1, 2)).save("m.pt"); torch.jit.load("m.pt")
 torch.jit.save(torch.jit.script(torch.nn.ReLU()), Path("r.pt")); assert os.path.exists("r.pt")
 save_file({"w": torch.ones(3)}, "d/a"); assert load_file("d/a")["w"].sum() == 3
+from tokenizers import Tokenizer, models
+os.mkdir("t"); Tokenizer(models.BPE({"a": 0}, [])).save("t/a"); Tokenizer.from_file(path="t/a").save(path="d/e/a")
+assert models.BPE({"a": 0}, []).save("t", "x") == ["t/x-vocab.json", "t/x-merges.txt"] and open("t/x-vocab.json").read()
 numpy.save("array.npy", numpy.ones(4)); mapped = numpy.load("array.npy", mmap_mode="r+"); mapped[0] = 5; mapped.flush()
 assert numpy.load("array.npy")[0] == 5
 base = sqlite3.connect("rows.sqlite"); base.execute("create table t (a)"); base.commit()

@@ -12,7 +12,6 @@ import io
 import os
 import shutil
 import stat
-import sys
 import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -29,9 +28,6 @@ _CREATORS = ("mkdir", "mkfifo", "mknod")
 _LAST_LINK_STAYS = frozenset({"lstat", "readlink", "lchmod", "lchown"})
 _SQLITE_FILES = ("-journal", "-wal")
 """Suffixes of SQLite's files with changes that are not yet in the database."""
-
-_NAMES_OF_OPEN = {"bz2": "_builtin_open", "tarfile": "bltn_open"}
-"""Modules of the standard library, perhaps imported before -> the name under which they copy ``open``."""
 
 _open = io.open
 _open_code = io.open_code
@@ -50,13 +46,10 @@ def redirect_writes(upper: Path, *, folders: Sequence[str], passed: Sequence[str
                 functions.add(replacement)
         replace_function(os, name, replacement)
     replace_function(io, "open", redirection.open)
-    for module, copied in _NAMES_OF_OPEN.items():
-        if module in sys.modules:
-            setattr(sys.modules[module], copied, redirection.open)
     replace_function(io, "open_code", redirection.open_code)
     shutil._use_fd_functions = False  # type: ignore[attr-defined]
     ImportWatch(
-        {"sqlite3": redirection.sqlite3, "torch": redirection.torch, "safetensors": redirection.safetensors}
+        {name: getattr(redirection, name) for name in ("sqlite3", "torch", "safetensors", "tokenizers")}
     ).install()
 
 
@@ -323,6 +316,24 @@ class _Redirection:
 
         replace_function(module, "serialize_file", serialize_file)
         replace_function(module, "safe_open", safe_open)
+
+    def tokenizers(self, module: Any) -> None:
+        """Redirect files of ``tokenizers``."""
+        tokenizer, model = module.Tokenizer, module.models.Model
+        read, write, write_model = tokenizer.from_file, tokenizer.save, model.save
+
+        def save(first: Any, path: Any, *args: Any, **named: Any) -> Any:
+            return write(first, os.fspath(self._real(path, os.O_CREAT | os.O_TRUNC)), *args, **named)
+
+        def save_model(first: Any, folder: Any, *args: Any, **named: Any) -> Any:
+            at, real = self._find(folder), folder
+            if at is not None and at.is_dir and self._layer.covers(at.path):
+                real = self._layer.changed(at)
+            paths = write_model(first, real, *args, **named)
+            return [os.path.join(folder, os.path.basename(path)) for path in paths]
+
+        tokenizer.save, model.save = save, save_model
+        tokenizer.from_file = staticmethod(lambda path: read(os.fspath(self._real(path))))
 
 
 class _Entry(os.PathLike[Any]):
