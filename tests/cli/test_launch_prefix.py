@@ -314,3 +314,20 @@ def test_what_a_command_selects_is_returned_and_changes_the_process_when_applied
     assert (Path.cwd(), os.environ["CUDA_VISIBLE_DEVICES"]) == (tmp_path, "0,1,2,3,4,5,6,7")
     assert result.apply() == list(result.arguments)
     assert (Path.cwd(), os.environ["CUDA_VISIBLE_DEVICES"]) == (tmp_path / "inner", "2,3")
+
+
+@pytest.mark.parametrize(
+    ("words", "passed"),
+    [
+        ("ds.json extra --timeout 5 2", "extra 2"),
+        ("ds.json -- extra", ""),
+        ("--timeout 5 ds.json", ""),
+        ("ds.json", ""),
+    ],
+)
+def test_arguments_behind_the_config_are_named_unless_two_dashes_precede_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, passed: str
+) -> None:
+    unfolded(tmp_path, "train.py", *words.split())
+    note = f"Passed to train.py: {passed}. Write -- before arguments of the script.\n" if passed else ""
+    assert capsys.readouterr().err == note

@@ -72,6 +72,7 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> Unfol
         if first == "--":
             command = LaunchCommand(script=words[0], args=tuple(words[1:]))
     if command is None:
+        _note_further(words, search.params)
         return Unfolded(arguments=[*argv[: start + 1], *own, *_with_config(words, search.params)])
     own_notes = [] if first == "--" else _options_behind(command, words, search, cwd=cwd)
     places, folder = [], None if command.folder is None else Path(command.folder)
@@ -165,6 +166,16 @@ def _with_config(words: Sequence[str], params: Sequence[object]) -> list[str]:
     end = list(words).index("--")
     between, _ = _first_positional(words[1:end], params)
     return list(words) if 1 + between < end else [*words[:end], NO_CONFIG, *words[end:]]
+
+
+def _note_further(words: Sequence[str], params: Sequence[object]) -> None:
+    """Report arguments behind script and config that are passed to the script without ``--``: perhaps mistyped."""
+    given, rest = list[str](), [*words[: words.index("--")]] if "--" in words else [*words]
+    while (found := _first_positional(rest, params))[1] is not None:
+        given.append(found[1])
+        rest = rest[found[0] + 1 :]
+    if further := [word for word in given[2:] if not word.startswith("-")]:
+        notify(f"Passed to {given[0]}: {shlex.join(further)}. Write -- before arguments of the script.")
 
 
 def _first_positional(argv: Sequence[str], params: Sequence[object]) -> tuple[int, str | None]:
