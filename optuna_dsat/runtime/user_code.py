@@ -11,6 +11,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -70,15 +71,20 @@ def parsed_source(file: str | Path) -> ast.Module:
         SyntaxError: If it is not Python, or nested too deeply for this interpreter.
     """
     try:
-        # On a syntax error, the interpreter reads the wrong line again from the file called ``filename``; reading a
-        # kernel log a second time would block until its next line. Warnings appear when the script itself runs.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return ast.parse(read_regular(file), filename=os.devnull)
+        return _parsed(read_regular(file))
     except (RecursionError, MemoryError):
         raise SyntaxError("nested too deeply") from None
     except ValueError as error:
         raise SyntaxError(str(error)) from None
+
+
+@lru_cache(maxsize=200)  # each check at the start of a search reads the script and the files that it imports
+def _parsed(source: bytes) -> ast.Module:
+    # On a syntax error, the interpreter reads the wrong line again from the file called ``filename``; reading a
+    # kernel log a second time would block until its next line. Warnings appear when the script itself runs.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.parse(source, filename=os.devnull)
 
 
 def called_name(call: ast.Call) -> str:

@@ -46,6 +46,15 @@ def test_warnings_on_the_text_of_a_script_are_its_own(tmp_path: Path, recwarn: p
     assert not recwarn.list
 
 
+def test_a_file_is_parsed_once_until_it_changes(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text("first")
+    tree = parsed_source(file)
+    assert parsed_source(file) is tree
+    file.write_text("other")
+    assert parsed_source(file) is not tree
+
+
 CHANGES = """
 import os
 from optuna_dsat.runtime.imports import EnvironmentWatch
