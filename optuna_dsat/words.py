@@ -188,6 +188,11 @@ def params_in_words(count: int) -> str:
     return _scaled(count, ((1e12, "T"), (1e9, "B"), (1e6, "M")), digits=3) or count_in_words(count)
 
 
+def model_in_words(params: int, *, pipeline: bool) -> str:
+    """Return the size of a model: ``124 M parameters``; of a pipeline, that of the profiled stage."""
+    return f"{params_in_words(params)} parameters{' in one pipeline stage' if pipeline else ''}"
+
+
 def flops_in_words(count: float) -> str:
     """Return a number of floating-point operations such as ``1.153 GFLOP``."""
     prefixes = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))

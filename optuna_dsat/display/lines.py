@@ -15,6 +15,7 @@ from optuna_dsat.words import (
     count_in_words,
     duration_in_words,
     flops_in_words,
+    model_in_words,
     outcome_in_words,
     params_in_words,
     things_in_words,
@@ -61,7 +62,7 @@ def _profile_lines(event: progress.ProfileFinished) -> list[str]:
     frozen = "" if trained == profile.params else f" ({params_in_words(trained)} trainable)"
     flops = f" and {flops_in_words(profile.flops_per_sample)}" if profile.flops_per_sample > 0 else ""
     return [
-        f"Profile ({how}): {params_in_words(profile.params)} parameters{frozen}, "
+        f"Profile ({how}): {model_in_words(profile.params, pipeline=event.pipeline)}{frozen}, "
         f"{bytes_in_words(profile.activation_bytes_per_sample)} of activations{flops} per sample. "
         f"Each rank has {bytes_in_words(profile.device_memory_bytes)} of memory.",
         f"Largest micro-batch by the memory model: {largest}.",

@@ -48,7 +48,7 @@ from optuna_dsat.words import (
     bytes_in_words,
     count_in_words,
     date_in_words,
-    params_in_words,
+    model_in_words,
     steps_in_words,
     things_in_words,
     times_in_words,
@@ -264,7 +264,7 @@ def _tuned(view: StudyView) -> Iterator[tuple[str, str]]:
     yield "One launch", f"{ranks_of_a_launch(view)}; steps {spec.start_profile_step} to {spec.end_profile_step} count"
     if view.profiled is not None:
         profile = view.profiled.profile
-        yield "Model", f"{params_in_words(profile.params)} parameters"
+        yield "Model", model_in_words(profile.params, pipeline=view.profiled.pipeline)
         yield "Device", f"{profile.device_name or view.profiled.device}, {bytes_in_words(profile.device_memory_bytes)}"
     yield "Begun", date_in_words(view.record.created_at)
     yield "Versions", versions(view)

@@ -40,7 +40,7 @@ from optuna_dsat.words import (
     date_in_words,
     duration_in_words,
     metric_in_words,
-    params_in_words,
+    model_in_words,
     slot_name,
     slot_time_in_words,
     times_in_words,
@@ -273,7 +273,7 @@ def _tuned(view: StudyView) -> dict[str, str]:
     model = device = ""
     if view.profiled is not None:
         profile = view.profiled.profile
-        model = f"{params_in_words(profile.params)} parameters"
+        model = model_in_words(profile.params, pipeline=view.profiled.pipeline)
         device = f"{profile.device_name or view.profiled.device}, {bytes_in_words(profile.device_memory_bytes)}"
     ended = "no" if view.end_reason is None else view.end_reason or "yes"
     return {

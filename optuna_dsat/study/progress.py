@@ -57,6 +57,7 @@ class ProfileFinished(ProgressEvent):
     measured_with: str
     """ZeRO settings of the launch, in words."""
     reused: bool
+    pipeline: bool = False
     largest_micro_batches: Mapping[int, int]
     """ZeRO stage (no offload) -> largest micro-batch that the memory model predicts; 0 if none fits."""
 

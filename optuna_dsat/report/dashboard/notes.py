@@ -158,10 +158,10 @@ def _choices(choices: tuple[object, ...]) -> str:
 
 
 def _profile(profiled: Profiled) -> str:
-    profile = profiled.profile
+    profile, name = profiled.profile, f"parameters{' in one pipeline stage' if profiled.pipeline else ''}"
     flops = flops_in_words(profile.flops_per_sample) if profile.flops_per_sample > 0 else "could not be counted"
     rows = [
-        ("parameters", f"{params_in_words(profile.params)}, {params_in_words(profile.trainable_params)} trainable"),
+        (name, f"{params_in_words(profile.params)}, {params_in_words(profile.trainable_params)} trainable"),
         ("activations", f"{bytes_in_words(profile.activation_bytes_per_sample)} per sample"),
         ("FLOPs", flops if profile.flops_per_sample <= 0 else f"{flops} per sample"),
         ("optimizer", profile.optimizer or "not known"),

@@ -79,6 +79,7 @@ class ProfileTurn:
                 profile=profiled.profile,
                 measured_with=profiled.measured_with,
                 reused=reused,
+                pipeline=profiled.pipeline,
                 largest_micro_batches=largest,
             )
         )
