@@ -81,6 +81,8 @@ class ScriptCommand(Record):
     """The user's DeepSpeed config file. An argument with this path is replaced by the path of the trial's config."""
     arg_mappings: Mapping[str, str] = field(default_factory=dict)
     """Key of the DeepSpeed config -> script option that is set to its value."""
+    data_parallel_size: int | None = None
+    """Ranks that consume different samples, for an option that is the global batch; None for all."""
     batch_source: Mapping[str, Any] = field(default_factory=dict)
     """How the script derives its batch size, apart from its options: see ``runtime/adapt/batch_sources.py``."""
     python: str | None = None

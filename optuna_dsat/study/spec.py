@@ -73,6 +73,8 @@ class ScriptSpec(_Frozen):
     """Absolute path of the user's DeepSpeed config, empty if the script alone has one."""
     arg_mappings: dict[str, str] = Field(default_factory=dict)
     """Key of the DeepSpeed config -> option of the script that follows it."""
+    data_parallel_size: int | None = Field(default=None, exclude=True)
+    """Ranks that consume different samples; None before the profile launch. Not stored: the profile has it."""
     environment: dict[str, str] = Field(default_factory=dict)
     """Variables of the environment that the script is given in addition to the tuner's environment."""
     batch_source: dict[str, Any] = Field(default_factory=dict)

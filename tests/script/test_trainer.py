@@ -12,6 +12,7 @@ from optuna_dsat.runtime.events import TrainerFound, decode_event, encode_event
 from optuna_dsat.script.arg_mapping import map_arguments
 from optuna_dsat.script.trainer import ScriptTrainer
 from optuna_dsat.study.profile.script import follow_script, follow_trainer, user_config
+from optuna_dsat.study.requests import script_command
 from optuna_dsat.study.spec import ScriptSpec, StudySpec, make_spec
 
 OPTIONS = {
@@ -119,6 +120,14 @@ def test_a_global_batch_of_the_file_gives_way_to_batch_sizes_of_the_script(
     followed = follow_script(spec, differences=own, trainer=None, defaults={}, batch=None, ranks=2)
     config, _ = user_config(followed)
     assert (config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]) == expected
+
+
+def test_an_option_for_the_global_batch_counts_the_ranks_with_different_samples() -> None:
+    """Stages of a pipeline share theirs."""
+    spec = spec_of({"train_micro_batch_size_per_gpu": 4})
+    assert spec.slots_per_trial == 2
+    followed = follow_script(spec, differences={}, trainer=None, defaults={}, batch=None, ranks=1)
+    assert (script_command(spec).data_parallel_size, script_command(followed).data_parallel_size) == (2, 1)
 
 
 def test_what_the_code_sets_is_left_to_the_user_in_plain_words() -> None:

@@ -75,7 +75,12 @@ def rank_words(request: LaunchRequest) -> tuple[str, ...]:
         *("-m", "optuna_dsat.runtime"),
         *(("--module",) if script.is_module else ()),
         script.script,
-        *map_arguments(script.args, script.arg_mappings, request.ds_config, world_size=request.slots),
+        *map_arguments(
+            script.args,
+            script.arg_mappings,
+            request.ds_config,
+            world_size=script.data_parallel_size or request.slots,
+        ),
     )
 
 

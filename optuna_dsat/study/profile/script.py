@@ -109,6 +109,7 @@ def follow_script(
         update={
             "environment": {**environment, **spec.script.environment},
             "arg_mappings": {**{key: option for key, option in options.items() if option}, **spec.script.arg_mappings},
+            "data_parallel_size": ranks,
         }
     )
     followed = follow_trainer(spec.model_copy(update={"ds_config": config, "script": script}), trainer, defaults)
@@ -128,6 +129,7 @@ def follow_batch(spec: StudySpec, rule: BatchRule | None, *, ranks: int) -> Stud
     script = spec.script.model_copy(
         update={
             "arg_mappings": {**rule.arg_mappings, **spec.script.arg_mappings},
+            "data_parallel_size": ranks,
             "batch_source": {**spec.script.batch_source, **_source_here(rule.source(ranks=ranks), spec)},
         }
     )
