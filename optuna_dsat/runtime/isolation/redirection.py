@@ -292,8 +292,8 @@ class _Redirection:
     def _second_argument(
         self, original: Callable[..., Any], *, flags: int = os.O_CREAT | os.O_TRUNC
     ) -> Callable[..., Any]:
-        def call(first: Any, filename: Any, *args: Any, **named: Any) -> Any:
-            return original(first, os.fspath(self._real(filename, flags)), *args, **named)
+        def call(first: Any, path: Any, *args: Any, **named: Any) -> Any:
+            return original(first, os.fspath(self._real(path, flags)), *args, **named)
 
         return call
 
@@ -306,24 +306,18 @@ class _Redirection:
 
     def safetensors(self, module: Any) -> None:
         """Redirect files of ``safetensors``."""
-        write, read = module.serialize_file, module.safe_open
-
-        def serialize_file(tensor_dict: Any, filename: Any, *args: Any, **named: Any) -> Any:
-            return write(tensor_dict, self._real(filename, os.O_CREAT | os.O_TRUNC), *args, **named)
+        read = module.safe_open
 
         def safe_open(filename: Any, *args: Any, **named: Any) -> Any:
             return read(self._real(filename), *args, **named)
 
-        replace_function(module, "serialize_file", serialize_file)
+        replace_function(module, "serialize_file", self._second_argument(module.serialize_file))
         replace_function(module, "safe_open", safe_open)
 
     def tokenizers(self, module: Any) -> None:
         """Redirect files of ``tokenizers``."""
         tokenizer, model = module.Tokenizer, module.models.Model
-        read, write, write_model = tokenizer.from_file, tokenizer.save, model.save
-
-        def save(first: Any, path: Any, *args: Any, **named: Any) -> Any:
-            return write(first, os.fspath(self._real(path, os.O_CREAT | os.O_TRUNC)), *args, **named)
+        read, write_model = tokenizer.from_file, model.save
 
         def save_model(first: Any, folder: Any, *args: Any, **named: Any) -> Any:
             at, real = self._find(folder), folder
@@ -332,7 +326,7 @@ class _Redirection:
             paths = write_model(first, real, *args, **named)
             return [os.path.join(folder, os.path.basename(path)) for path in paths]
 
-        tokenizer.save, model.save = save, save_model
+        tokenizer.save, model.save = self._second_argument(tokenizer.save), save_model
         tokenizer.from_file = staticmethod(lambda path: read(os.fspath(self._real(path))))
 
 
