@@ -138,6 +138,8 @@ torch.save({"w": torch.ones(3)}, "a"); assert torch.load("a")["w"].sum() == 3
 torch.jit.trace(torch.nn.Linear(2, 1), torch.ones(1, 2)).save("m.pt"); torch.jit.load("m.pt")
 torch.jit.save(torch.jit.script(torch.nn.ReLU()), Path("r.pt")); assert os.path.exists("r.pt")
 save_file({"w": torch.ones(3)}, "d/a"); assert load_file("d/a")["w"].sum() == 3
+with torch.profiler.profile(on_trace_ready=torch.profiler.tensorboard_trace_handler("traces")): torch.ones(3).sum()
+assert os.listdir("traces")
 from tokenizers import Tokenizer, models
 os.mkdir("t"); Tokenizer(models.BPE({"a": 0}, [])).save("t/a"); Tokenizer.from_file(path="t/a").save(path="d/e/a")
 assert models.BPE({"a": 0}, []).save("t", "x") == ["t/x-vocab.json", "t/x-merges.txt"] and open("t/x-vocab.json").read()

@@ -268,8 +268,9 @@ class _Redirection:
         for name, flags in (("PyTorchFileWriter", os.O_CREAT | os.O_TRUNC), ("PyTorchFileReader", 0)):
             if base := getattr(module._C, name, None):
                 setattr(module._C, name, self._opening_class(base, flags))
-        for kind in ("ScriptModule", "ScriptFunction"):  # torch.jit.save
-            if base := getattr(module._C, kind, None):
+        parts = ((module._C, "ScriptModule"), (module._C, "ScriptFunction"))  # torch.jit.save
+        for owner, kind in (*parts, (getattr(module._C, "_autograd", None), "_ProfilerResult")):  # traces of a profiler
+            if base := getattr(owner, kind, None):
                 base.save = self._second_argument(base.save)
         if hasattr(module._C, "import_ir_module"):  # torch.jit.load
             module._C.import_ir_module = self._second_argument(module._C.import_ir_module, flags=0)
