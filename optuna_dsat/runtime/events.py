@@ -227,7 +227,7 @@ class StepMeasured(Event, kind="step_measured"):
     step: int
     """Global step, from 1, including steps that the loss scaler skipped."""
     latency_s: float
-    """Wall time since the end of the previous step, device-synchronized; includes data loading."""
+    """Wall time since the previous step was recorded, device-synchronized; includes data loading."""
     forward_s: float
     """Summed over the step's micro-batches."""
     backward_s: float

@@ -14,6 +14,7 @@ import numpy
 import pytest
 import torch
 
+from optuna_dsat.runtime.events import Event
 from optuna_dsat.runtime.measure.engine import MOST_SKIPPED_STEPS, DeviceClock, SkipDetector
 from optuna_dsat.runtime.measure.inputs import leading_dimension, size_of
 from tests.harness.meter import Engine, FakeClock, MeterBench, PipelineEngine
@@ -222,6 +223,19 @@ def test_the_loss_is_read_where_it_can_be_seen(output: Any, loss: float | None) 
     bench.engine(torch.ones(4, 2))
     bench.engine.step()
     assert bench.steps[0].loss == loss
+
+
+def test_recording_a_step_is_no_part_of_the_next() -> None:
+    bench = MeterBench(Engine)
+
+    def write(event: Event) -> None:
+        bench.events.append(event)
+        bench.clock.time += 5.0
+
+    bench.meter._write = write
+    bench.micro_step()
+    bench.micro_step()
+    assert [step.latency_s for step in bench.steps] == [3.25, 3.25]
 
 
 def test_the_peaks_of_a_trial_begin_after_the_steps_with_an_earlier_trials_batch() -> None:

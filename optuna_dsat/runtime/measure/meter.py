@@ -485,6 +485,7 @@ class Meter:
                 self._profiler.discard()
             else:
                 self._profiler.boundary(state.steps, step.fed.samples)
+        self._boundary_s = self._clock.now()  # recording a step is no part of the next
         self._exit_if_measured()
 
     def _exit_if_measured(self) -> None:
