@@ -62,18 +62,24 @@ class Pairs:
     def __init__(self, trials: Sequence[FrozenTrial], rounds: Rounds, *, maximize: bool, assumed_noise: float) -> None:
         self._params = {_key(trial): visible_params(trial) for trial in trials}
         measurements = list(_measurements(trials, rounds, maximize=maximize))
-        self._keys = list(dict.fromkeys(item.key for item in measurements))
+        self._places = {key: place for place, key in enumerate(dict.fromkeys(item.key for item in measurements))}
         blocks = [number for number in dict.fromkeys(item.round for item in measurements) if number != _SEARCH]
-        design = np.zeros((len(measurements), len(self._keys) + len(blocks)))
+        design = np.zeros((len(measurements), len(self._places) + len(blocks)))
         for place, measurement in enumerate(measurements):
-            design[place, self._keys.index(measurement.key)] = 1
+            design[place, self._places[measurement.key]] = 1
             if measurement.round != _SEARCH:
-                design[place, len(self._keys) + blocks.index(measurement.round)] = 1
+                design[place, len(self._places) + blocks.index(measurement.round)] = 1
+        columns = design[[item.round != _SEARCH for item in measurements]].any(axis=0)
+        rows = design[:, columns].any(axis=1)
+        tied = design[np.ix_(rows, columns)]  # the level of any other configuration is the mean of its measurements
         self._logs = np.array([item.log for item in measurements])
-        self._solution = np.linalg.pinv(design)
-        self._reproduced = self._solution @ design
+        self._solution = design.T / design.sum(axis=0)[:, None]
+        self._solution[np.ix_(columns, rows)] = solution = np.linalg.pinv(tied)
+        self._reproduced = np.eye(len(self._solution))
+        self._reproduced[np.ix_(columns, columns)] = solution @ tied
         residuals = self._logs - design @ (self._solution @ self._logs)
-        self._degrees = len(measurements) - int(np.linalg.matrix_rank(design)) if measurements else 0
+        rank = int(np.sum(~columns) + (np.linalg.matrix_rank(tied) if tied.size else 0))
+        self._degrees = len(measurements) - rank
         self.is_noise_measured = self._degrees > 0
         """Whether launches of any configuration were repeated."""
         variance = float(residuals @ residuals) / self._degrees if self.is_noise_measured else assumed_noise**2
@@ -96,7 +102,7 @@ class Pairs:
         differing = {name for name in winner.keys() | other.keys() if winner.get(name) != other.get(name)}
         fixed = [name for name in STRUCTURE if name not in differing]
         sides: dict[str, list[str | None]] = {}
-        for key in self._keys:
+        for key in self._places:
             params = self._params[key]
             if not params or any(params.get(name) != winner.get(name) for name in fixed):
                 continue
@@ -113,9 +119,11 @@ class Pairs:
         """Return the weights of the measurements in the logarithm of a ratio; None if they do not determine it."""
         if name is None or other is None:
             return None
+        place, of = self._places[name], self._places[other]
         wanted = np.zeros(len(self._solution))
-        wanted[self._keys.index(name)], wanted[self._keys.index(other)] = 1, -1
-        return wanted @ self._solution if np.allclose(wanted @ self._reproduced, wanted) else None
+        wanted[place], wanted[of] = 1, -1
+        is_known = np.allclose(self._reproduced[place] - self._reproduced[of], wanted)
+        return self._solution[place] - self._solution[of] if is_known else None
 
     def _combined(self, ratios: Sequence[Numbers], elsewhere: Sequence[bool]) -> Effect:
         """Return the mean of ratios, weighted by their precision as estimates of the winner's effect."""
