@@ -105,6 +105,13 @@ def test_nothing_is_proposed_against_data_or_listed_sizes_that_do_not_allow_it()
     assert proposals_by_name(free).keys() == {"accumulation", "link"}
 
 
+def test_no_larger_batch_is_proposed_where_the_time_of_a_step_is_what_counts() -> None:
+    for study, expected in (("free", {"link"}), ("fixed-accumulating", {"link", "memory"})):
+        now = situation("gpu-4", study, offloads=False, bounds={"link": 0.5, "compute": 0.5})
+        now.planner.problem.metric = "latency"
+        assert proposals_by_name(now).keys() == expected
+
+
 def test_memory_is_proposed_only_where_it_is_full() -> None:
     result = proposals_by_name(situation("gpu-4", "free", offloads=False, bounds={"compute": 1.0}, share=0.5))
     assert result.keys() == {"compute"}

@@ -15,6 +15,7 @@ from optuna.trial import FrozenTrial
 from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION
 from optuna_dsat.config.knobs import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM
 from optuna_dsat.guided.planner import GuidedPlanner
+from optuna_dsat.metrics import LARGER_IS_BETTER
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH, visible_params
 from optuna_dsat.words import faster_in_words
@@ -71,11 +72,14 @@ class Situation:
         return any(self.knobs.get(name, "none") != "none" for name in (OFFLOAD_OPTIMIZER, OFFLOAD_PARAM))
 
     def allows(self, *, micro_batch: int, more_steps: int = 1) -> bool:
-        """Whether global batch and data allow a micro-batch with ``more_steps`` times its accumulation steps."""
+        """Whether metric, global batch and data allow a micro-batch with ``more_steps`` times its accumulation steps."""
         space = self.planner.problem.space
         steps = space.accumulation(micro_batch) * more_steps
         samples = micro_batch * steps
         if steps < 1 or (space.samples_per_rank is not None and samples != space.samples_per_rank):
+            return False
+        is_larger = samples > self.size * space.accumulation(self.size)
+        if is_larger and self.planner.problem.metric not in LARGER_IS_BETTER:  # its step takes longer
             return False
         if space.micro_batch_values is not None and micro_batch not in space.micro_batch_values:
             return False
