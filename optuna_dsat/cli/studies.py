@@ -136,7 +136,9 @@ def show(name: LatestName = None, storage: Storage = DEFAULT_STORAGE, as_json: J
         print(json.dumps(state, indent=2))
         return
     say_prose(f"Study {name}: {spec.method}, {study.metric}, script {spec.script.script}")
-    for line in launch_lines(outcomes, used=study.launches_used, most=spec.max_trials):
+    simpler = [t.user_attrs.get(attributes.OUTCOME) for t in study.trials if attributes.SIMPLIFIES in t.user_attrs]
+    simplifying = Counter(outcome for outcome in simpler if outcome)
+    for line in launch_lines(outcomes - simplifying, simplifying, used=study.launches_used, most=spec.max_trials):
         say_prose(line)
     if headroom is not None:
         say_prose(headroom_in_words(headroom, spent=study.attributes.get(attributes.END_REASON) in BUDGETS))
@@ -146,14 +148,19 @@ def show(name: LatestName = None, storage: Storage = DEFAULT_STORAGE, as_json: J
         say(line)
 
 
-def launch_lines(outcomes: Mapping[str, int], *, used: int, most: int) -> Iterator[str]:
-    """Yield the number of launches by outcome; launches lost to a stop or a crash do not count, and are separate."""
+def launch_lines(outcomes: Mapping[str, int], simplifying: Mapping[str, int], *, used: int, most: int) -> Iterator[str]:
+    """Yield the number of launches by outcome; those that do not count, as they simplify or were lost, are separate."""
     from optuna_dsat.outcome import Outcome
     from optuna_dsat.words import outcomes_in_words, things_in_words
 
-    counted = outcomes_in_words({outcome: count for outcome, count in outcomes.items() if outcome != Outcome.LOST})
+    counted, beyond = (
+        outcomes_in_words({outcome: count for outcome, count in each.items() if outcome != Outcome.LOST})
+        for each in (outcomes, simplifying)
+    )
     yield f"Launches: {used} of at most {most}{f' ({counted})' if counted else ''}."
-    if lost := outcomes.get(Outcome.LOST, 0):
+    if beyond:
+        yield f"Not counted: a launch of the best without settings that may have no effect ({beyond})."
+    if lost := outcomes.get(Outcome.LOST, 0) + simplifying.get(Outcome.LOST, 0):
         taken = things_in_words(lost, "launch")
         yield f"Not counted: {taken} that a stop or a crash took; each is repeated as another trial."
 

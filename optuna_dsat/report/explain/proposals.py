@@ -72,7 +72,7 @@ class Situation:
         return any(self.knobs.get(name, "none") != "none" for name in (OFFLOAD_OPTIMIZER, OFFLOAD_PARAM))
 
     def allows(self, *, micro_batch: int, more_steps: int = 1) -> bool:
-        """Whether metric, global batch and data allow a micro-batch with ``more_steps`` times its accumulation steps."""
+        """Whether metric, batch and data allow a micro-batch with ``more_steps`` times its accumulation steps."""
         space = self.planner.problem.space
         steps = space.accumulation(micro_batch) * more_steps
         samples = micro_batch * steps
