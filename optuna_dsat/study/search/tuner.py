@@ -106,8 +106,8 @@ class Tuner:
         kept = self._spec.max_trials // _SHARE_AT_USER_BATCH
         if not kept and self._context.space.has_batch_above(planner.problem.space.asked_samples_per_rank):
             self._context.say(
-                f"Configs at your global batch are not searched: --max-trials {_SHARE_AT_USER_BATCH} or more keeps a "
-                "fifth for them."
+                f"No launches are kept for configs at your global batch: --max-trials {_SHARE_AT_USER_BATCH} or more "
+                "keeps a fifth."
             )
         self._proposals.most = self._spec.max_trials - kept
         reason = self._loop()
