@@ -16,7 +16,7 @@ import math
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -181,7 +181,7 @@ def _flop_counter() -> Any:
     def backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
         return int(sdpa_backward_flop_count(grad, query, key, value))  # type: ignore[no-untyped-call]
 
-    def recurrent(inputs: Any, *weights: Any, **_: Any) -> int:
+    def recurrent(inputs: Sequence[int], *weights: Any, **_: Any) -> int:
         # cuDNN's kernels get a list of weights, oneDNN's two weights; each multiplies every element of the sequence
         matrices = weights[0] if isinstance(weights[0], list) else weights[:2]
         per_position = sum(math.prod(shape) for shape in matrices if len(shape) > 1)
