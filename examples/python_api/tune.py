@@ -38,7 +38,7 @@ def main() -> None:
     except optuna_dsat.SearchInterrupted as stopped:  # Ctrl-C; running this again goes on
         sys.exit(f"Stopped. Best so far: {stopped.result and stopped.result.value}")
 
-    print(f"{result.value:.4g} samples/s (95% CI {result.low} to {result.high})")
+    print(f"{result.value:.4g} samples/s (95% CI {result.low:.4g} to {result.high:.4g})")
     print(f"{result.speed_up and round(result.speed_up, 2)} times as fast as {args.ds_config}")
     print(json.dumps(dict(result.config["zero_optimization"]), indent=2))
     for row in result.trials():

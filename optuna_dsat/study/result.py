@@ -476,7 +476,7 @@ def learning_rate_advice(
     if batch == user_batch:
         return None
     ratio = batch / user_batch
-    root = f"{ratio**0.5:.3g} (the square root of the ratio, for Adam and its kin: arXiv:2205.10287)"
+    root = f"{ratio**0.5:.3g} (the square root of the ratio, for Adam and similar optimizers: arXiv:2205.10287)"
     linear = f"{ratio:.3g} (the ratio, for SGD: arXiv:1706.02677)"
     optimizer = config.get("optimizer") or {}
     kind = str(optimizer.get("type") or measured_with).lower()

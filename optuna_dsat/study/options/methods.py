@@ -27,8 +27,8 @@ class LineageSettings:
     free_batch: Annotated[
         bool,
         of_method(
-            help="Launch any micro-batch that memory is thought to hold, not only up to eight times the largest "
-            "that fitted so far, and also where a doubling gained less than 2%."
+            help="Launch any micro-batch expected to fit: also beyond eight times the largest that fitted so far, "
+            "where a doubling gained less than 2%, and where a launch takes long for what it may gain."
         ),
     ] = False
 
@@ -106,8 +106,8 @@ class GuidedSettings(LineageSettings):
     min_gain: Annotated[
         float,
         of_method(
-            help="End when no launch, one as long as the best's, is expected to improve the best by this share, nor 20 "
-            "launches together by 20 times as much; 0 for never.",
+            help="End when no launch is expected to improve the best by this share (more, if it takes longer than the "
+            "best's), nor 20 launches together by 20 times as much; 0 for never.",
             metavar="SHARE",
             text_type=str,
             parse=partial(share, option="--min-gain"),
@@ -118,7 +118,7 @@ class GuidedSettings(LineageSettings):
     warm_start: Annotated[
         str | None,
         of_method(
-            help="Begin with what this study taught, of this or a similar model on the same hardware.",
+            help="Begin with the measurements of this study, of this or a similar model on the same hardware.",
             none="studies of the same script, config and hardware",
             python_help="Study of the same storage, of this or a similar model on the same hardware, whose "
             "measurements this one begins with. None for studies of the same script, config and hardware.",

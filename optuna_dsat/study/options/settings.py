@@ -411,9 +411,9 @@ class SearchSettings(ResultSettings, PlaceSettings, ClusterSettings):
     stall_timeout: Annotated[
         float,
         limit(
-            help="Seconds without a sign of life after which one launch is ended: an event of a rank or, until it "
-            "trains, processes at work. Ranks that stand still are ended after 20 times the longest step or, before "
-            "the first one, 5 times the longest start so far, 30 s at least.",
+            help="Most seconds without progress of a launch: an event of a rank or, until it trains, processes at "
+            "work. Less if its steps, or earlier starts, are short: 20 times the longest step or, before the first "
+            "step, 5 times the longest start so far, at least 30 s.",
             metavar="SECONDS",
         ),
         Field(gt=0, alias="stall_timeout_s"),
