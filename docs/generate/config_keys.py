@@ -42,7 +42,7 @@ _BATCH = """
 | key | |
 |---|---|
 | `train_micro_batch_size_per_gpu` | always searched, from 1 to what memory allows; a list, or `--fix`, restricts it |
-| `gradient_accumulation_steps` | stays, except where the search keeps a global batch, or the largest global batch would be exceeded |
+| `gradient_accumulation_steps` | stays, unless the search keeps a global batch or reaches the largest |
 | `train_batch_size` | follows from the two and the number of ranks |
 
 ## The `autotuning` section
