@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import flop_registry
 
 from optuna_dsat.launch.agent.command import write_run_directory
 from optuna_dsat.launch.protocol import Holder, LaunchRequest
@@ -259,3 +260,11 @@ def test_deepspeed_decides_whether_an_optimizer_is_tested_with_zero(
     monkeypatch.setitem(sys.modules, "deepspeed.runtime.zero.utils", listed)
     [profile] = profile_of(engine, plan)
     assert (profile.optimizer, profile.optimizer_tested) == ("Rprop", tested)
+
+
+def test_a_formula_that_fails_does_not_end_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(flop_registry, torch.ops.aten.mm, lambda *_, **__: 1 // 0)
+    with _flop_counter() as counter:
+        torch.ones(2, 2) @ torch.ones(2, 2)
+    assert (counter.failed, counter.get_total_flops()) == (True, 0)
+    assert counter.flop_registry[torch.ops.aten.mm](out_val=None) == 0, "torch before 2.4 calls it at each operation"

@@ -17,7 +17,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 from optuna_dsat.runtime.events import Event, ProfileMeasured
@@ -197,28 +197,24 @@ def _flop_counter() -> Any:
     aten = torch.ops.aten
     mapping = {getattr(aten, name): formula for name, formula in formulas.items() if hasattr(aten, name)}
 
-    class NoModuleTracker:
-        parents = frozenset({"Global"})
-
-        def __enter__(self) -> None:
-            pass
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
     class SafeFlopCounter(FlopCounterMode):
         failed = False
 
         def __init__(self) -> None:
             super().__init__(display=False, custom_mapping=mapping)
-            self.mod_tracker: Any = NoModuleTracker()
+            self.mod_tracker: Any = nullcontext()
+            self.mod_tracker.parents = frozenset({"Global"})
+            self.flop_registry = {kernel: self._safe(formula) for kernel, formula in self.flop_registry.items()}
 
-        def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
-            try:
-                super()._count_flops(func_packet, out, args, kwargs)  # type: ignore[no-untyped-call]
-            except Exception:  # noqa: BLE001 - formulas assert shapes, which must not end the script
-                self.failed = True
-            return out
+        def _safe(self, formula: Callable[..., int]) -> Callable[..., int]:
+            def counted(*args: Any, **kwargs: Any) -> int:
+                try:
+                    return formula(*args, **kwargs)
+                except Exception:  # noqa: BLE001 - formulas assert shapes, which must not end the script
+                    self.failed = True
+                    return 0
+
+            return counted
 
     return SafeFlopCounter()
 
