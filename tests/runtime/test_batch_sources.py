@@ -139,6 +139,16 @@ def test_a_launch_that_finds_nothing_out_leaves_settings_files_alone(tmp_path: P
         assert result == {"train": {"batch": batch}}
 
 
+def test_data_in_json_are_no_settings_that_each_forward_pass_looks_at(tmp_path: Path) -> None:
+    made = sources()
+    for number in range(3):
+        path = tmp_path / f"{number}.json"
+        path.write_text(json.dumps({"annotations": [{"id": size} for size in range(1, 301)]}))
+        with path.open() as file:
+            json.load(file)
+    assert len(made._settings) == 600, "no further file is looked at"
+
+
 def test_a_loader_is_noted_with_its_place_and_samples() -> None:
     made = sources()
     loader = DataLoader(data(), 4)

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from fractions import Fraction
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,7 +29,7 @@ from optuna_dsat.runtime.measure.inputs import BatchNumbers, shaped_tensors
 from optuna_dsat.runtime.user_code import Place, is_installed, is_size, place_of
 
 _MOST = 400
-"""Maximum number of recorded numbers per kind of source."""
+"""Maximum number of recorded numbers per kind of source, and per settings file."""
 _READ_AHEAD = 8
 """Most batches that a trainer or script reads ahead of the engine: accelerate 1, prefetchers to a GPU a few."""
 _MOST_TEXT_BYTES = 2**20
@@ -142,9 +143,9 @@ class BatchSources:
             return
         file = self._file_of(source)
         followed = self._follow["key"] if file is not None and file == self._follow.get("file") else None
-        if file is None or not (self._noting or followed):
+        if file is None or not (followed or (self._noting and len(self._settings) < _MOST)):  # data have no end
             return
-        for container, name, key, value in numbers(result):
+        for container, name, key, value in islice(numbers(result), _MOST):
             self._settings.setdefault((file, key), value)
             if key == followed and self._micro_batch is not None:
                 container[name] = self._micro_batch * int(self._follow.get("scale", 1))
