@@ -139,11 +139,12 @@ class BatchSources:
 
     def _note_settings(self, source: Any, result: Any) -> None:
         """Record the numbers of a settings file, and replace the batch size selected by ``follow``."""
-        if not self._noting and self._follow.get("kind") != "setting":
+        notes = self._noting and len(self._settings) < _MOST  # data have no end
+        if not notes and self._follow.get("kind") != "setting":
             return
         file = self._file_of(source)
         followed = self._follow["key"] if file is not None and file == self._follow.get("file") else None
-        if file is None or not (followed or (self._noting and len(self._settings) < _MOST)):  # data have no end
+        if file is None or not (notes or followed):
             return
         for container, name, key, value in islice(numbers(result), _MOST):
             self._settings.setdefault((file, key), value)
