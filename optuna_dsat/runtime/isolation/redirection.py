@@ -225,7 +225,7 @@ class _Redirection:
 
     def open(self, file: Any, mode: str = "r", *args: Any, **named: Any) -> Any:
         opener = args[5] if len(args) > 5 else named.get("opener")
-        if isinstance(file, int) or opener is not None or self._find(file) is None:
+        if isinstance(file, int) or opener is not None:
             return _open(file, mode, *args, **named)
         # The file keeps the name that the script gave it
         return _open(file, mode, *args[:5], **{**named, "opener": lambda _, flags: self.os_open(file, flags, 0o666)})
