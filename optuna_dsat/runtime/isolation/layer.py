@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import os
 import stat
 import threading
@@ -101,6 +102,7 @@ class Layer:
         """Return the path of an open directory as seen by the script."""
         return str(native.readlink(f"/proc/self/fd/{descriptor}")).removeprefix(self._files) or "/"
 
+    @functools.lru_cache(_MOST_KNOWN)  # noqa: B019 - a process has one layer, which asks for each part of each path
     def covers(self, path: str) -> bool:
         """Return whether writes to a path without symbolic links are redirected."""
         path += "/"
