@@ -166,3 +166,16 @@ def test_processes_of_a_launch_share_one_view(tmp_path: Path) -> None:
     )
     assert seen == "['d', 'new'] n\n"
     assert sorted(path.name for path in folder.iterdir()) == ["a", "d"]
+
+
+def test_names_may_be_as_long_as_the_file_system_allows(tmp_path: Path) -> None:
+    folder, name = users(tmp_path / "users"), "训练数据" * 21
+    (folder / name).write_text("kept")
+    code = f"""
+import os; os.chdir(sys.argv[2]); name = {name!r}
+open("log", "w").close(); assert open(name).read() == "kept"
+os.remove(name); assert sorted(os.listdir(".")) == ["a", "d", "log"] and not os.path.exists(name)
+open("x" * 255, "w").close(); os.rename("x" * 255, name); print(os.listdir(".").count(name))
+"""
+    assert run(code, str(tmp_path / "upper"), str(folder)) == "1\n"
+    assert (folder / name).read_text() == "kept"

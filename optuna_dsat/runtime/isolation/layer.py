@@ -2,8 +2,8 @@
 
 ``files/a/b/f`` in the layer contains data written to ``/a/b/f``. There are three kinds of entries:
 
-- A file whose name starts with ``MARK`` hides the entry of that name in the folder below. If the layer also has a
-  directory of that name, everything below the folder's directory is hidden.
+- A symbolic link whose name starts with ``MARK`` hides the entry, named by its target, in the folder below. If the
+  layer also has a directory of that name, everything below the folder's directory is hidden.
 - A symbolic link whose target starts with ``REFERENCE`` represents a file of a folder that was renamed or not yet
   copied. C code that opens the link reads that file.
 - Every other entry was created by the script.
@@ -18,6 +18,7 @@ import contextlib
 import errno
 import fcntl
 import functools
+import hashlib
 import os
 import stat
 import threading
@@ -199,8 +200,8 @@ class Layer:
         return step, _lstat(step), True, False
 
     def _mark(self, path: str) -> str:
-        head, _, name = path.rpartition("/")
-        return f"{self._files}{head}/{MARK}{name}"
+        head, _, name = path.rpartition("/")  # which may be as long as a name can be
+        return f"{self._files}{head}/{MARK}{hashlib.blake2b(os.fsencode(name), digest_size=16).hexdigest()}"
 
     # Reading
 
@@ -210,7 +211,7 @@ class Layer:
         upper = self._files + at.path
         if at.real == upper or (at.path in self._parents and _lstat(upper) is not None):
             written = names if at.real == upper else native.listdir(upper)
-            gone = {name.removeprefix(MARK) for name in written if name.startswith(MARK)}
+            gone = {native.readlink(f"{upper}/{name}") for name in written if name.startswith(MARK)}
             names = [name for name in written if not name.startswith(MARK)]
             if at.visible:
                 gone.update(names)
@@ -328,7 +329,7 @@ class Layer:
             return
         self._make_directory(at.path.rpartition("/")[0])
         try:
-            native.close(native.open(self._mark(at.path), os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            native.symlink(at.path.rpartition("/")[2], self._mark(at.path))
         except FileExistsError:  # another process was faster
             if _lstat(self._files + at.path) is None:
                 raise _error(errno.ENOENT, at.path) from None
