@@ -203,7 +203,7 @@ def _flop_counter() -> Any:
         def __init__(self) -> None:
             super().__init__(display=False, custom_mapping=mapping)
             self.mod_tracker: Any = nullcontext()
-            self.mod_tracker.parents = frozenset({"Global"})
+            vars(self.mod_tracker)["parents"] = frozenset({"Global"})
             self.flop_registry = {kernel: self._safe(formula) for kernel, formula in self.flop_registry.items()}
 
         def _safe(self, formula: Callable[..., int]) -> Callable[..., int]:
