@@ -8,7 +8,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
-from optuna_dsat.config.ds_config import MICRO_BATCH, TRAIN_BATCH
+from optuna_dsat.config.ds_config import MICRO_BATCH, TRAIN_BATCH, BatchTriangle
 from optuna_dsat.config.record import Record
 from optuna_dsat.runtime.adapt.parsers import means_batch, means_elsewhere, means_length, names_training_batch
 from optuna_dsat.runtime.events import BatchSourcesFound
@@ -195,6 +195,15 @@ def guesses(
     if present is not None and own < present:  # no number in the script was used whole
         return [*likely, *follows, *unlikely][:_MOST_GUESSES]
     return [*[*named, *likely, *doubtful, *smaller, *other, *unlikely][: _MOST_GUESSES - len(follows)], *follows]
+
+
+def global_batch_option(found: BatchSourcesFound, own: BatchTriangle) -> str:
+    """Return the option that is the global batch of a script with another option for the micro-batch; empty for none.
+
+    Such a script computes its accumulation steps from both: they are 0 if the micro-batch alone grows.
+    """
+    alike = (name for name, value in found.options.items() if value == own.train_batch_size != own.micro_batch)
+    return next(filter(names_training_batch, alike), "")
 
 
 def _names_it(rule: BatchRule) -> bool:

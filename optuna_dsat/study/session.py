@@ -107,7 +107,11 @@ class Session:
             self._context.say(profiled.trainer.announcement())
         if profiled.batch is not None:
             self._context.say(profiled.batch.announcement(stated=self.spec.ds_config.get(MICRO_BATCH)))
-        found = {"ZeRO stage": profiled.stage_option, "accumulation steps": profiled.accumulation_option}
+        found = {
+            "ZeRO stage": profiled.stage_option,
+            "accumulation steps": profiled.accumulation_option,
+            "global batch": profiled.global_batch_option,
+        }
         for what, option in ((what, option.rstrip("=")) for what, option in found.items() if option):
             self._context.say(f"The script takes its {what} from {option}; it follows each configuration.")
         known = self._context = replace(self._context, spec=profiled.followed_by(self.spec))

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.config.ds_config import MICRO_BATCH, TRAIN_BATCH
+from optuna_dsat.config.ds_config import MICRO_BATCH, TRAIN_BATCH, BatchTriangle
 from optuna_dsat.errors import UsageError
 from optuna_dsat.runtime.events import BatchSourcesFound
 from optuna_dsat.script.arg_mapping import map_arguments, parse_mappings
-from optuna_dsat.script.batch_rule import BatchRule, guesses, held, samples_per_rank
+from optuna_dsat.script.batch_rule import BatchRule, global_batch_option, guesses, held, samples_per_rank
 
 
 def found(**values: Any) -> BatchSourcesFound:
@@ -30,6 +30,21 @@ def test_an_option_may_count_the_samples_of_all_ranks() -> None:
     (rule,) = guesses(found(options={"--global-batch": 8}), own=4, ranks=2)
     assert rule.arg_mappings == {TRAIN_BATCH: "--global-batch"}
     assert guesses(found(options={"--batch": 8}), own=4, ranks=1) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"--micro_batch_size": 4, "--epochs": 32, "--global_batch_size": 32}, "--global_batch_size"),
+        ({"--micro_batch_size": 4, "--eval_batch_size": 32}, ""),
+        ({"--micro_batch_size": 4, "--global_batch_size": 64}, ""),
+    ],
+)
+def test_a_script_with_both_batch_sizes_is_given_both(options: dict[str, int], expected: str) -> None:
+    own = BatchTriangle(train_batch_size=32, micro_batch=4, gradient_accumulation_steps=4)
+    assert global_batch_option(found(options=options), own) == expected
+    alone = BatchTriangle(train_batch_size=4, micro_batch=4, gradient_accumulation_steps=1)
+    assert global_batch_option(found(options=options), alone) == ""
 
 
 def test_an_option_with_the_number_of_rows_is_the_micro_batch_rather_than_a_global_batch_of_pairs() -> None:

@@ -389,3 +389,8 @@ def test_a_script_that_feeds_less_than_its_micro_batch_is_asked_for_no_more(fed:
     record = SimpleNamespace(observed_micro_batch=fed, data_at_most=lambda batch: 5 * batch)
     flight: Any = SimpleNamespace(request=SimpleNamespace(ds_config=config, end_profile_step=3), record=record)
     assert recorder._data_limit(flight) == limit
+
+
+def test_the_global_batch_follows_in_a_script_with_an_option_for_it(bench: StudyBench, profiled: Profiled) -> None:
+    followed = replace(profiled, global_batch_option="--global").followed_by(bench.spec())
+    assert followed.script.arg_mappings == {TRAIN_BATCH: "--global"}

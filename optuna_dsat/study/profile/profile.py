@@ -29,7 +29,7 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.agent.preload import Preload
 from optuna_dsat.runtime.events import EngineReady, Event, ProfileMeasured
 from optuna_dsat.script.arg_mapping import STAGE
-from optuna_dsat.script.batch_rule import BatchRule, loads_all, samples_per_rank
+from optuna_dsat.script.batch_rule import BatchRule, global_batch_option, loads_all, samples_per_rank
 from optuna_dsat.script.trainer import ScriptTrainer
 from optuna_dsat.study.profile.batch_search import (
     find_accumulation_option,
@@ -197,8 +197,11 @@ def measure_profile(
                 find(spec, proof, record, overlay=request.overlay, differences=profiled.config_differences)
                 for find in (find_stage_option, find_accumulation_option)
             )
+            mapped = {**spec.script.arg_mappings, **({} if batch is None else batch.arg_mappings)}
+            has_both = ds_config.MICRO_BATCH in mapped and record.batch_sources is not None
             return replace(
                 profiled,
+                global_batch_option=global_batch_option(record.batch_sources, own) if has_both else "",
                 start_s=record.outside_steps_s(report.held_s),
                 stage_option=stage_option,
                 accumulation_option=accumulation_option,

@@ -83,6 +83,8 @@ class Profiled(Record):
     """The script's option that sets its ZeRO stage; empty if none does."""
     accumulation_option: str = ""
     """The script's option that sets its accumulation steps; empty if none does."""
+    global_batch_option: str = ""
+    """The script's option for its global batch, where another sets its micro-batch; empty for none."""
     stage_choices: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Option that may mean a ZeRO stage -> the stages that the script accepts, where its parser lists them."""
     config_option: str = ""
@@ -117,7 +119,11 @@ class Profiled(Record):
             defaults=self.option_defaults,
             batch=self.batch,
             ranks=self.data_parallel_size,
-            options={STAGE: self.stage_option, ds_config.GRADIENT_ACCUMULATION: self.accumulation_option},
+            options={
+                STAGE: self.stage_option,
+                ds_config.GRADIENT_ACCUMULATION: self.accumulation_option,
+                ds_config.TRAIN_BATCH: self.global_batch_option,
+            },
             environment=self.environment,
         )
 
