@@ -198,10 +198,10 @@ def measure_profile(
                 for find in (find_stage_option, find_accumulation_option)
             )
             mapped = {**spec.script.arg_mappings, **({} if batch is None else batch.arg_mappings)}
-            has_both = ds_config.MICRO_BATCH in mapped and record.batch_sources is not None
+            sources = record.batch_sources if ds_config.MICRO_BATCH in mapped else None
             return replace(
                 profiled,
-                global_batch_option=global_batch_option(record.batch_sources, own) if has_both else "",
+                global_batch_option="" if sources is None else global_batch_option(sources, own),
                 start_s=record.outside_steps_s(report.held_s),
                 stage_option=stage_option,
                 accumulation_option=accumulation_option,
