@@ -131,7 +131,7 @@ def _check_modules(spec: StudySpec) -> None:
 def _existing_folder(path: str) -> str:
     """Return the path of the folder for NVMe offload."""
     if not Path(path).is_dir() or not os.access(path, os.W_OK | os.X_OK):
-        raise UsageError(f"--nvme-path is {path}, which is no folder that can be written to.")
+        raise UsageError(f"--nvme-path is {path}, which is not a writable folder.")
     return os.path.abspath(path)  # noqa: PTH100 - keeps links
 
 

@@ -75,7 +75,7 @@ def _configs_on_nvme(spec: StudySpec, space: SearchSpace) -> Iterator[Mapping[st
 def host_memory_in_words(name: str, peaks: HostPeaks, hardware: Hardware) -> tuple[str, str]:
     """Return the host memory to load, train and save the model with config ``name``, and a remedy for too little."""
     ranks = things_in_words(hardware.ranks_on_node, "rank")
-    parts = [f"{bytes_in_words(peaks.loading_bytes)} to load the model if {ranks} of a host build it whole"]
+    parts = [f"{bytes_in_words(peaks.loading_bytes)} to load the model if built whole by {ranks} of a host"]
     parts += [f"{bytes_in_words(peaks.step_bytes)} in steps"] if peaks.step_bytes else []
     parts += [f"{bytes_in_words(peaks.saving_bytes)} to save it"] if peaks.saving_bytes else []
     text = f"Host memory of {name}: {', '.join(parts)}. The processes themselves are not counted."
