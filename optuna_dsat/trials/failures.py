@@ -2,9 +2,9 @@
 
 A structure has components: its ZeRO stage, each lower bound of the stage, whether it is below 3, and its offloads.
 Components that ran are not at fault. Suspects are the other components shared by two launches with the same error, all
-other components of a stalled launch, because a stall costs far more time than an error, and all stages below 3 if a
-launch failed as its model is built within ``deepspeed.zero.Init``. Launches at larger micro-batches than any that ran
-may have failed because of their size, so at least one of the two launches must have a size that ran.
+other components of a stalled launch, because a stall costs far more time than an error, and a component that an error
+names itself: a stage below 3 if the model is built within ``deepspeed.zero.Init``. Launches at larger micro-batches
+than any that ran may have failed because of their size, so at least one of the two launches must have a size that ran.
 """
 
 from __future__ import annotations
@@ -43,8 +43,12 @@ _NONE = "none"
 
 _Component = tuple[str, Any]
 _BELOW_3 = ("stage below", 3)
-_PARTITIONED = "PartitionedModelError"
-"""Error of ``runtime/trial_config.py`` at any stage below 3."""
+_TELLING = {
+    "PartitionedModelError": _BELOW_3,
+    "Direct calls to tensor.backward() are not supported": (ZERO_STAGE, 0),
+    "no_sync context manager is incompatible": ("least stage", 2),
+}
+"""Errors of ``runtime/trial_config.py`` and of DeepSpeed 0.19.8 -> the component that they name as the cause."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +117,10 @@ def _suspects(
 ) -> set[frozenset[_Component]]:
     """Return sets of components; a structure that contains a whole set fails."""
     by_error: dict[str, dict[frozenset[_Component], list[int]]] = {}
-    needs_3 = any(_PARTITIONED in error_of(trial) for trial, *_ in failed)
-    result = {frozenset({_BELOW_3}) - innocent} if needs_3 else set()
+    errors = [error_of(trial) for trial, *_ in failed]
+    result = {
+        frozenset({cause}) - innocent for text, cause in _TELLING.items() if any(text in error for error in errors)
+    }
     innocent |= {_BELOW_3}
     for trial, components, size in failed:
         if trial.user_attrs.get(attributes.OUTCOME) == Outcome.STALLED:

@@ -60,6 +60,19 @@ def test_a_model_built_for_zero_3_closes_all_stages_below() -> None:
     assert stages(launch(3), launch(1, ERROR), launch(2, ERROR)) == [], "at ZeRO 0 it may run"
 
 
+@pytest.mark.parametrize(
+    ("error", "ran", "failed", "closed"),
+    [
+        ("RuntimeError: Direct calls to tensor.backward() are not supported in this configuration.", 1, 0, [0]),
+        ("AssertionError: no_sync context manager is incompatible with gradient partitioning", 1, 2, [2, 3]),
+    ],
+)
+def test_one_error_of_deepspeed_that_names_its_stages_closes_them(
+    error: str, ran: int, failed: int, closed: list[int]
+) -> None:
+    assert stages(launch(ran), launch(failed, f"rank 1: {error}")) == closed
+
+
 def test_stages_that_ran_are_not_blamed() -> None:
     assert stages(launch(0), launch(1, ERROR), launch(2, ERROR), launch(1)) == []
     assert stages(launch(0), launch(2), launch(3, ERROR), launch(3, ERROR, size=2)) == [3]
