@@ -7,22 +7,15 @@ import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
-from typer.models import OptionInfo
 
 from optuna_dsat.cli.parsing.commands import with_options
 from optuna_dsat.cli.tables import notify, print_table
 from optuna_dsat.errors import UsageError
 from optuna_dsat.escape.terminal import say_prose
-from optuna_dsat.study.options.declaration import (
-    DEFAULT_OUTPUT_DIR,
-    DEFAULT_STORAGE,
-    OUTPUT_DIR_ENV,
-    STORAGE_ENV,
-    fields_of,
-)
+from optuna_dsat.study.options.declaration import DEFAULT_OUTPUT_DIR, DEFAULT_STORAGE, OUTPUT_DIR_ENV, STORAGE_ENV
 from optuna_dsat.study.options.parse import share
 from optuna_dsat.tuning.options.tune_options import TuneOptions
 from optuna_dsat.words import bytes_in_words, count_in_words, slot_name
@@ -198,13 +191,12 @@ def _without_launch(options: PlanOptions) -> Plan:
 
 def _refuse(options: PlanOptions, panel: str, remedy: str) -> None:
     """Refuse a given option of a panel of the help; one that a variable may give for all commands is not counted."""
-    for field_, hint in fields_of(PlanOptions):
-        declared = get_args(hint)[1]
-        is_of_panel = isinstance(declared, OptionInfo) and (declared.rich_help_panel or "").startswith(panel)
-        if is_of_panel and not declared.envvar and getattr(options, field_.name) != field_.default:
-            name = (*declared.param_decls, "--" + field_.name.replace("_", "-"))
-            option = next(text for text in name if text.startswith("--"))
-            raise UsageError(f"{option} is for plans {panel[0].lower()}{panel[1:]}: {remedy}.")
+    for name, hint in get_type_hints(PlanOptions, include_extras=True).items():
+        option = get_args(hint)[1]
+        is_given = not option.envvar and getattr(options, name) != getattr(PlanOptions, name)
+        if is_given and (option.rich_help_panel or "").startswith(panel):
+            words = next((text for text in option.param_decls if text.startswith("--")), f"--{name.replace('_', '-')}")
+            raise UsageError(f"{words} is for plans {panel[0].lower()}{panel[1:]}: {remedy}.")
 
 
 def _shape(options: PlanOptions) -> TransformerShape:

@@ -121,7 +121,8 @@ def show(name: LatestName = None, storage: Storage = DEFAULT_STORAGE, as_json: J
         study = read_stored(store, name)
         launches = read_launches(store, study.record)
     spec, verdict, headroom = study.spec, study.verdict, study.attributes.get(attributes.HEADROOM)
-    outcomes = Counter(t.user_attrs[attributes.OUTCOME] for t in study.trials if attributes.OUTCOME in t.user_attrs)
+    ended = [t.user_attrs for t in study.trials if attributes.OUTCOME in t.user_attrs]
+    outcomes = Counter(of[attributes.OUTCOME] for of in ended)
     if as_json:
         state = {
             "spec": hidden_data(study.stored_spec.stored()),
@@ -136,8 +137,7 @@ def show(name: LatestName = None, storage: Storage = DEFAULT_STORAGE, as_json: J
         print(json.dumps(state, indent=2))
         return
     say_prose(f"Study {name}: {spec.method}, {study.metric}, script {spec.script.script}")
-    simpler = [t.user_attrs.get(attributes.OUTCOME) for t in study.trials if attributes.SIMPLIFIES in t.user_attrs]
-    simplifying = Counter(outcome for outcome in simpler if outcome)
+    simplifying = Counter(of[attributes.OUTCOME] for of in ended if attributes.SIMPLIFIES in of)
     for line in launch_lines(outcomes - simplifying, simplifying, used=study.launches_used, most=spec.max_trials):
         say_prose(line)
     if headroom is not None:

@@ -152,9 +152,7 @@ class StudySpec(_Frozen, SearchSettings):
         if most is not None and most < ranks:
             raise ValueError(f"--max-train-batch-size is {most}, less than one sample for each of {ranks} ranks")
         if most is not None and self.train_batch_size is not None and self.train_batch_size > most:
-            raise ValueError(
-                f"--train-batch-size is {self.train_batch_size}, above --max-train-batch-size {most}; give one of them"
-            )
+            raise ValueError(f"--train-batch-size {self.train_batch_size} is above --max-train-batch-size {most}")
         if self.slots_per_trial % self.nodes_per_trial:
             raise ValueError(
                 f"--nodes-per-trial is {self.nodes_per_trial}, over which {self.slots_per_trial} ranks cannot be "

@@ -139,7 +139,7 @@ def test_the_batch_of_a_pipeline_is_no_contradiction_before_its_stages_are_known
 def test_a_global_batch_is_a_multiple_of_the_ranks_that_train_different_samples() -> None:
     sizes = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2}
     assert spec(ds_config=sizes, slots_per_trial=2, max_train_batch_size=1).max_train_batch_size == 1
-    with pytest.raises(UsageError, match="--train-batch-size is 4, above --max-train-batch-size 2; give one"):
+    with pytest.raises(UsageError, match="--train-batch-size 4 is above --max-train-batch-size 2"):
         spec(train_batch_size=4, max_train_batch_size=2)
     pipeline = spec(ds_config=sizes, slots_per_trial=2, train_batch_size=5)
     assert user_config(pipeline)[0]["train_micro_batch_size_per_gpu"] == 5
