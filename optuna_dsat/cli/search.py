@@ -63,7 +63,7 @@ class OutputOptions:
 
 
 def _search(method: str | None, context: typer.Context, options: TuneOptions, output: OutputOptions) -> None:
-    origins = origins_of(context, (field_.name for field_ in fields(options)))
+    origins = origins_of(context, (field_.name for kind in (options, output) for field_ in fields(kind)))
     run(method, Given(options=options, origins=origins), output)
 
 
@@ -111,7 +111,7 @@ def run(method: str | None, given: Given, output: OutputOptions) -> None:
             notify(note)
         if output.dry_run:
             check_storage(prepared.request)
-            previews.append(_preview(prepared, shown=not output.json_output))
+            previews.append(_preview(prepared, output))
     if output.dry_run:
         if output.json_output:
             print(json.dumps({"searches": previews}, indent=2))
@@ -132,21 +132,22 @@ def run(method: str | None, given: Given, output: OutputOptions) -> None:
         sys.exit(train_with_best(ended, ended.result, stdout=sys.stderr if output.json_output else None))
 
 
-def _preview(prepared: Prepared, *, shown: bool) -> dict[str, Any]:
-    """Return the preview of a search with its options as plain values, and print it if ``shown``."""
+def _preview(prepared: Prepared, output: OutputOptions) -> dict[str, Any]:
+    """Return the preview of a search with its options as plain values, and print it unless JSON is wanted."""
     from optuna_dsat.cli.show import options_given, show_options, show_preview
     from optuna_dsat.tuning.run import preview
 
     space, values = preview(prepared.request.spec)
-    if shown:
+    options = options_given(prepared.given, output)
+    if not output.json_output:
         show_preview(prepared.request.spec, space, values)
-        show_options(prepared.given)
-    return {**values, "options": options_given(prepared.given)}
+        show_options(options)
+    return {**values, "options": options}
 
 
 def _files_of(given: Given) -> list[str]:
     """Return a line with the file from which options were read, and their names; empty without a file."""
-    declared = options_in(type(given.options))
+    declared = options_in(OutputOptions) | options_in(type(given.options))
     files: dict[str, list[str]] = {}
     for name, origin in given.origins.items():
         if Path(origin).is_file():

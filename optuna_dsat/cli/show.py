@@ -10,7 +10,7 @@ from optuna_dsat.cli.tables import UNBOUNDED, console_of, print_table
 from optuna_dsat.escape.terminal import say, say_prose
 from optuna_dsat.launch.isolation import PROTECTED
 from optuna_dsat.metrics import shares_of_linear
-from optuna_dsat.secrecy.references import without_secrets
+from optuna_dsat.secrecy.references import hidden_text, without_secrets
 from optuna_dsat.study.config_changes import changes_in_words
 from optuna_dsat.study.confirm.words import answers_in_words, remarks_in_words
 from optuna_dsat.study.end_reason import BUDGETS, headroom_in_words
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from optuna_dsat.tuning.options.given import Given
     from optuna_dsat.tuning.run import AtGpus
 
-_POSITIONAL = frozenset({"script", "ds_config", "script_args"})
+_NOT_LISTED = frozenset({"script", "ds_config", "script_args", "dry_run", "json_output"})
 _BAR_CELLS = 40
 """Width of the longest bar."""
 
@@ -179,28 +179,27 @@ def show_preview(spec: StudySpec, space: SearchSpace, preview: Mapping[str, Any]
         console_of().print_json(json.dumps(sample["zero_optimization"]))
 
 
-def options_given(given: Given) -> dict[str, dict[str, str]]:
-    """Return each given option with its value in command-line form and its origin."""
-    declared = options_in(type(given.options))
+def options_given(given: Given, output: object) -> dict[str, dict[str, str]]:
+    """Return each given option, of the search or its output, with its value in command-line form and its origin."""
+    declared = options_in(type(output)) | options_in(type(given.options))
+    values = {**vars(output), **vars(given.options)}
     return {
-        declared[name].spelled(name): {"value": _in_words(name, getattr(given.options, name)), "from": origin}
+        declared[name].spelled(name): {"value": _in_words(name, values[name]), "from": origin}
         for name, origin in given.origins.items()
-        if name not in _POSITIONAL
+        if name not in _NOT_LISTED
     }
 
 
-def show_options(given: Given) -> None:
+def show_options(options: Mapping[str, Mapping[str, str]]) -> None:
     """Print each given option with its value and origin."""
-    rows = [(name, option["value"], option["from"]) for name, option in options_given(given).items()]
-    if not rows:
-        print("Every option is left at its default.")
-        return
-    print("Options that are not left at their defaults:")
-    print_table(("option", "value", "from"), rows, piped_width=UNBOUNDED)
+    print("Options that are not left at their defaults:" if options else "Every option is left at its default.")
+    if options:
+        rows = [(name, option["value"], option["from"]) for name, option in options.items()]
+        print_table(("option", "value", "from"), rows, piped_width=UNBOUNDED)
 
 
 def _in_words(name: str, value: Any) -> str:
-    """Format a value as on a command line; the password in a storage URL is masked."""
+    """Format a value as on a command line; secrets are hidden."""
     from optuna_dsat.store import display_url
 
     if name == "storage":
@@ -208,4 +207,4 @@ def _in_words(name: str, value: Any) -> str:
     if isinstance(value, Mapping):
         pairs = ((key, item if isinstance(item, str) else json.dumps(item)) for key, item in value.items())
         return " ".join(without_secrets([f"{key}={text}" for key, text in pairs]))
-    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else hidden_text(str(value))

@@ -134,9 +134,12 @@ def test_bad_input_is_one_clear_line_and_leaves_nothing(folder: Path, tune: Run,
 @pytest.mark.usefixtures("folder")
 def test_a_dry_run_prints_its_search_as_json(tune: Run) -> None:
     """``--dry-run --json`` printed the tables for people."""
-    done = tune("random", "train.py", "ds.json", "--dry-run", "--json", "--zero-stages", "1", "2")
+    done = tune("random", "train.py", "ds.json", "--dry-run", "--json", "--price", "2.5", "--zero-stages", "1", "2")
     (search,) = json.loads(done.stdout)["searches"]
-    assert search["options"]["zero-stages"] == {"value": "1 2", "from": "command line"}
+    assert search["options"] == {
+        "zero-stages": {"value": "1 2", "from": "command line"},
+        "price": {"value": "2.5", "from": "command line"},  # an option of the command line alone
+    }
     assert "reduce_bucket_size" in " ".join(row["knob"] for row in search["space"])
     assert {sample["zero_optimization"]["stage"] for sample in search["samples"]} <= {1, 2}
     assert search["profile_launch"]["attempts"]

@@ -411,9 +411,8 @@ class SearchSettings(ResultSettings, PlaceSettings, ClusterSettings):
     stall_timeout: Annotated[
         float,
         limit(
-            help="Most seconds without progress of a launch: an event of a rank or, until it trains, processes at "
-            "work. Less if its steps, or earlier starts, are short: 20 times the longest step or, before the first "
-            "step, 5 times the longest start so far, at least 30 s.",
+            help="Most seconds without an event of a launch or, before training, work of its processes. Short steps or "
+            "starts lower it, to 30 s at least (20 times the longest step, 5 times the longest start so far).",
             metavar="SECONDS",
         ),
         Field(gt=0, alias="stall_timeout_s"),
