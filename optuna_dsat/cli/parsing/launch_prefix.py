@@ -174,8 +174,8 @@ def _note_further(words: Sequence[str], params: Sequence[object]) -> None:
     while (found := _first_positional(rest, params))[1] is not None:
         given.append(found[1])
         rest = rest[found[0] + 1 :]
-    if further := [word for word in given[2:] if not word.startswith("-")]:
-        notify(f"Passed to {given[0]}: {shlex.join(further)}. Write -- before arguments of the script.")
+    if given[2:] and not any(word.startswith("-") for word in given):  # an unknown option is refused anyway
+        notify(f"Passed to {given[0]}: {shlex.join(given[2:])}. Write -- before arguments of the script.")
 
 
 def _first_positional(argv: Sequence[str], params: Sequence[object]) -> tuple[int, str | None]:
