@@ -20,6 +20,7 @@ from optuna_dsat.launch.places.engine import Engine
 from optuna_dsat.launch.places.place import HeldPlace, Layout, Stage
 from optuna_dsat.script.interpreter import OLDEST, examined, named_python, script_python
 from optuna_dsat.store import database_exists, display_url
+from optuna_dsat.words import things_in_words
 
 _RETRY_LIMIT_S = 5.0
 """Longest time to retry connecting to the database, in seconds."""
@@ -148,7 +149,8 @@ def _of_nodes(place: HeldPlace, layout: Layout) -> Iterator[Finding]:
     for name, seen in place.nodes:
         software = ", ".join(f"{package} {version}" for package, version in seen["versions"].items())
         kinds = dict.fromkeys(seen["devices"])
-        what = f"{len(seen['devices'])} x {', '.join(kinds)}" if layout.kind == "cuda" else f"{layout.slots} CPU ranks"
+        ranks = things_in_words(layout.slots, "CPU rank")
+        what = f"{len(seen['devices'])} x {', '.join(kinds)}" if layout.kind == "cuda" else ranks
         text = f"{name}: {what}; {software}."
         yield finding_of(
             "cluster", name, text, data={"versions": dict(seen["versions"]), "devices": list(seen["devices"])}

@@ -313,7 +313,7 @@ def test_every_node_is_named_with_what_it_has(monkeypatch: pytest.MonkeyPatch) -
         ("n2", Status.FINE),
         ("network", Status.FINE),
     ]
-    assert findings[0].text.startswith("n1: 1 CPU ranks; torch 2.13")
+    assert findings[0].text.startswith("n1: 1 CPU rank; torch 2.13")
 
 
 @pytest.mark.parametrize(
