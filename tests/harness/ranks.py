@@ -118,8 +118,9 @@ class WarmRanks:
 
 
 def without_pytest(environment: Mapping[str, str]) -> dict[str, str]:
-    """Remove variables that pytest sets and changes for each test."""
-    return {name: value for name, value in environment.items() if not name.startswith("PYTEST_")}
+    """Remove variables that pytest changes for each test, and one that an import of DeepSpeed sets in its process."""
+    changing = ("PYTEST_", "PYTORCH_NVML_BASED_CUDA_CHECK")
+    return {name: value for name, value in environment.items() if not name.startswith(changing)}
 
 
 @pytest.fixture(scope="session")
