@@ -245,7 +245,7 @@ def test_what_cannot_be_written_or_is_not_there_is_one_line(
     assert leave("report", "t", "--storage", finished.url) == 2
     assert "no study 't'" in capsys.readouterr().err
     assert leave("report", "s", "--storage", finished.url, "--epochs", "inf") == 2
-    assert "must be finite" in capsys.readouterr().err
+    assert "must be a finite number" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "plotly", None)
     assert leave("report", "s", "--storage", finished.url) == 2
     assert capsys.readouterr().err == "optuna-dsat: plotly is not installed: pip install 'plotly>=6'\n"
