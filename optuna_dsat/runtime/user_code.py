@@ -116,6 +116,6 @@ def register_stacks(log_dir: Path, rank: int) -> None:
         path = stacks_path(log_dir, rank)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
         faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=True)
-        earlier, _registered[:] = [*_registered], [descriptor]
-        for each in earlier:
-            os.close(each)
+        while _registered:
+            os.close(_registered.pop())
+        _registered.append(descriptor)

@@ -151,9 +151,7 @@ def training_command(
         pointed, replaced = copy.pointed(pointed, cwd=script.cwd), replaced or copy.names_config
     if not replaced and (key := _overridden_key(script)) is not None:
         pointed, replaced = with_option(pointed, f"{key}=", str(config_path)), True
-    args = map_arguments(
-        pointed, script.arg_mappings, config, world_size=script.data_parallel_size or spec.data_parallel_ranks
-    )
+    args = map_arguments(pointed, script.arg_mappings, config, world_size=spec.data_parallel_ranks)
     if script.script == RUNNER:
         completed = complete_training(args, config_path.parent / CHECKPOINTS)
         words = train_command(completed, config=str(config_path), device=spec.device, slots=spec.slots_per_trial)

@@ -33,7 +33,7 @@ def script_command(spec: StudySpec) -> ScriptCommand:
         cwd=script.cwd,
         config_path=script.config_path,
         arg_mappings=script.arg_mappings,
-        data_parallel_size=script.data_parallel_size or spec.data_parallel_ranks,
+        data_parallel_size=spec.data_parallel_ranks,
         batch_source=script.batch_source,
         python=spec.python,
     )

@@ -210,8 +210,8 @@ class StudySpec(_Frozen, SearchSettings):
 
     @property
     def data_parallel_ranks(self) -> int:
-        """Ranks of a launch that train different samples, as the config's batch sizes have it."""
-        return data_parallel_ranks(effective(self.ds_config), self.slots_per_trial)
+        """Ranks of a launch that train different samples, by the config until the profile launch shows them."""
+        return self.script.data_parallel_size or data_parallel_ranks(effective(self.ds_config), self.slots_per_trial)
 
     @property
     def slots_per_node(self) -> int:

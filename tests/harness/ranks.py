@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -121,6 +122,12 @@ def without_pytest(environment: Mapping[str, str]) -> dict[str, str]:
     """Remove variables that pytest changes for each test, and one that an import of DeepSpeed sets in its process."""
     changing = ("PYTEST_", "PYTORCH_NVML_BASED_CUDA_CHECK")
     return {name: value for name, value in environment.items() if not name.startswith(changing)}
+
+
+def other_python(version: str) -> str:
+    """Return an interpreter of a version; the test is skipped if there is none."""
+    by_pyenv = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
+    return next(map(str, by_pyenv), shutil.which(f"python{version}")) or pytest.skip(f"no Python {version} here")
 
 
 @pytest.fixture(scope="session")

@@ -15,12 +15,11 @@ from typing import Any
 
 import pytest
 
-import optuna_dsat
 from optuna_dsat.runtime.adapt.config import reads_redirected
 from optuna_dsat.runtime.overlay import LaidConfig, effective_config
 from optuna_dsat.runtime.trial_config import TrialConfig, config_differences
 from optuna_dsat.words import differences_in_words
-from tests.harness.ranks import plan_of
+from tests.harness.ranks import ROOT, other_python, plan_of
 
 USER: dict[str, Any] = {
     "train_batch_size": 16,
@@ -280,11 +279,8 @@ assert Path("ds.json").read_text() == "user"
 
 @pytest.mark.parametrize("version", ["3.9", "3.10"])
 def test_older_pythons_read_the_launchs_config_by_pathlib_too(files: Path, version: str) -> None:
-    by_pyenv = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
-    if not by_pyenv:
-        pytest.skip(f"no Python {version} here")
-    path = str(Path(optuna_dsat.__file__).with_name("on_path"))
-    subprocess.run([by_pyenv[0], "-c", READ], env={"PYTHONPATH": path}, cwd=files, check=True)
+    environment = {"PYTHONPATH": str(ROOT / "optuna_dsat" / "on_path")}
+    subprocess.run([other_python(version), "-c", READ], env=environment, cwd=files, check=True)
 
 
 def test_a_config_that_is_gone_is_the_launchs(files: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from optuna_dsat.runtime import user_code
-from optuna_dsat.runtime.events import RankFailed, RankFinished, decode_event, events_path
+from optuna_dsat.runtime.events import Event, RankFailed, RankFinished, decode_event, events_path
 from optuna_dsat.runtime.measure.engine import Clock
 from optuna_dsat.runtime.process import _RankProcess
 from optuna_dsat.runtime.user_code import is_installed, parsed_source, places_of
@@ -106,14 +106,18 @@ def test_a_script_may_poll_its_input_which_ends_for_the_main_thread_alone(tmp_pa
     assert (tmp_path / "rank0.stdout.log").read_text() == "[]\n\n0\n []\nOverwrite? "
 
 
-def test_a_script_that_exits_where_it_handles_an_error_leaves_that_error(tmp_path: Path) -> None:
-    """As Hydra, click and argparse do."""
-    process = _RankProcess(plan_of(events_dir=str(tmp_path), purpose="full"), rank_of(), forked=False)
-    leaving = SystemExit(1)
-    leaving.__context__ = ValueError("at most 60 samples")
+def exit_in_handler(folder: Path, code: int, handled: Exception) -> Event | None:
+    """Return the last event of a rank whose script exits where it handles an error, as Hydra, click and argparse do."""
+    process = _RankProcess(plan_of(events_dir=str(folder), purpose="full"), rank_of(), forked=False)
+    leaving = SystemExit(code)
+    leaving.__context__ = handled
     with pytest.raises(SystemExit):
         process._end(leaving)
-    end = decode_event(events_path(tmp_path, 0).read_text(encoding="utf-8"))
+    return decode_event(events_path(folder, 0).read_text(encoding="utf-8"))
+
+
+def test_a_script_that_exits_where_it_handles_an_error_leaves_that_error(tmp_path: Path) -> None:
+    end = exit_in_handler(tmp_path, 1, ValueError("at most 60 samples"))
     assert isinstance(end, RankFailed)
     assert (end.error_type, end.message) == ("ValueError", "at most 60 samples")
 
@@ -134,12 +138,8 @@ def test_a_script_that_caught_out_of_memory_and_exits_at_once_leaves_a_record(tm
 
 
 def test_a_script_that_exits_where_it_handles_an_allocators_error_is_out_of_memory(tmp_path: Path) -> None:
-    process = _RankProcess(plan_of(events_dir=str(tmp_path), purpose="full"), rank_of(), forked=False)
-    leaving = SystemExit(0)
-    leaving.__context__ = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.")
-    with pytest.raises(SystemExit):
-        process._end(leaving)
-    end = decode_event(events_path(tmp_path, 0).read_text(encoding="utf-8"))
+    lack = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.")
+    end = exit_in_handler(tmp_path, 0, lack)
     assert isinstance(end, RankFinished)
     assert (end.reason, end.allocation_failures, end.host_allocation_failures) == ("script_end", 0, 1)
 

@@ -28,7 +28,7 @@ class LineageSettings:
         bool,
         of_method(
             help="Launch any micro-batch expected to fit: also beyond eight times the largest that fitted so far, "
-            "where a doubling gained less than 2%, and where a launch takes long for what it may gain."
+            "where a doubling gained less than 2%, and where a launch takes long relative to its expected gain."
         ),
     ] = False
 
