@@ -215,14 +215,13 @@ def best(
     ] = False,
 ) -> None:
     """Print the best configuration of a study, ready to train with."""
-    from optuna_dsat.runtime.overlay import checkpoint_every, is_compiled
     from optuna_dsat.study.config_changes import model_change_in_words
 
     study = read_study(storage, name)
     trial, words = study.selected(same_batch=same_batch)
     notify(f"Config of {words}")
     complete = study.complete_config(trial)
-    if words := model_change_in_words(checkpoint_every(complete), compiled=is_compiled(complete)):
+    if words := model_change_in_words(complete, study.spec.ds_config):
         notify(words)
     config = study.ready_config(trial)
     if output is None:

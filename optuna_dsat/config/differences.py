@@ -17,7 +17,7 @@ from optuna_dsat.config.ds_config import (
     merge,
     zero_default,
 )
-from optuna_dsat.config.knobs import KNOBS, OFFLOAD_PARAM, ZERO_STAGE
+from optuna_dsat.config.knobs import CHECKPOINT_EVERY, KNOBS, MODEL, OFFLOAD_PARAM, ZERO_STAGE
 from optuna_dsat.config.search_space import present
 from optuna_dsat.config.structures import Structure
 
@@ -92,6 +92,7 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config with DeepSpeed's defaults of tuned keys and without the global batch size, which follows."""
     flat = flatten(effective(config))
     flat.setdefault(GRADIENT_ACCUMULATION, 1)
+    flat.setdefault(f"{MODEL}.{CHECKPOINT_EVERY}", 0)
     flat.pop(TRAIN_BATCH, None)
     stage = flat.setdefault(f"{ZERO}.stage", 0)
     for key in _BY_KEY:

@@ -380,7 +380,7 @@ KNOBS: tuple[Knob, ...] = (
         choices=(0, 1, 2),
         default=0,
         stages=ZERO_STAGES,
-        where="models of repeated blocks whose memory is short; elsewhere where you name it",
+        where="models of repeated blocks: where memory is short, the script checkpoints, or you name it",
         used_by=(
             "No key of DeepSpeed, whose section activation_checkpointing acts in scripts that call "
             "deepspeed.checkpointing: optuna_dsat.checkpoint_blocks changes the model before deepspeed.initialize."

@@ -16,6 +16,7 @@ from optuna_dsat.config.knobs import (
     BF16_MASTER,
     BF16_STATES,
     KNOBS,
+    MODEL,
     NVME,
     OFFLOAD_OPTIMIZER,
     OFFLOAD_PARAM,
@@ -222,7 +223,8 @@ class SearchSpace:
         for tuned in self.knobs:
             section, key = tuned.knob.path[:2]
             if not tuned.knob.is_of_zero:
-                value = values.get(tuned.name) or None
+                value = values.get(tuned.name)
+                value = value if section == MODEL else value or None  # 0 undoes what the script does
                 if value or key in self.user_zero:
                     others.setdefault(section, {})[key] = value
             elif tuned.knob.is_in_offload:

@@ -153,6 +153,8 @@ class EngineReady(Event, kind="engine_ready"):
     """Argument of accelerate or Fabric that must agree with a config in bf16; empty without any."""
     counted_times: int = 1
     """Ranks that share each sample although the global batch counts it for each: those of AutoTP."""
+    checkpoints: bool = False
+    """Whether the script checkpoints activations by a flag of its model, which this launch was free to set."""
     host_threads: int = 0
     """torch's intra-op threads on the host, which an offloaded optimizer uses; 0 if unknown."""
 

@@ -34,7 +34,7 @@ from optuna_dsat.runtime.adapt.trainers import HuggingFaceHook, LightningHook
 from optuna_dsat.runtime.events import CheckpointLoaded, ConfigDiffers, EngineReady, Event, EventWriter
 from optuna_dsat.runtime.failure import diagnose
 from optuna_dsat.runtime.imports import ImportWatch, patch
-from optuna_dsat.runtime.measure.blocks import gather_experts
+from optuna_dsat.runtime.measure.blocks import gather_experts, own_switches
 from optuna_dsat.runtime.measure.engine import (
     SHM_OPERATOR,
     Clock,
@@ -59,7 +59,7 @@ from optuna_dsat.runtime.measure.memory import (
 )
 from optuna_dsat.runtime.measure.meter import Meter, RankState
 from optuna_dsat.runtime.measure.profiler import Profiler
-from optuna_dsat.runtime.overlay import MICRO_BATCH, MODEL, read_config, without_impossible_zero
+from optuna_dsat.runtime.overlay import CHECKPOINT_EVERY, MICRO_BATCH, MODEL, read_config, without_impossible_zero
 from optuna_dsat.runtime.rank import LaunchPlan, Rank
 from optuna_dsat.runtime.trial_config import TrialConfig
 
@@ -287,6 +287,8 @@ class DeepSpeedHook:
         settings = self._plan.overlay.get(MODEL) or {}
         if not settings or not any(parameter.requires_grad for parameter in getattr(model, "parameters", list)()):
             return
+        if CHECKPOINT_EVERY in settings and own_switches(model):
+            self._state.script_facts["checkpoints"] = True
         with suppress(CheckpointingError) if self._changed_model else nullcontext():
             for name in MODEL_KNOBS.keys() & settings.keys():
                 MODEL_KNOBS[name](model, settings[name])

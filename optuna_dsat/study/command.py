@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from optuna_dsat.escape.shell import in_folder, program
 from optuna_dsat.launch.agent.command import allocator_settings
 from optuna_dsat.runtime.adapt.config import with_option
-from optuna_dsat.runtime.overlay import MODEL
 from optuna_dsat.script.arg_mapping import map_arguments
 from optuna_dsat.script.command.source import says_where_to_meet
 from optuna_dsat.script.settings_file import SettingsCopy, find_config_key, names_file, settings_copy
 from optuna_dsat.script.trial_class import CHECKPOINTS, RUNNER, complete_training, train_command
 from optuna_dsat.secrecy.references import resolved, shell_join
+from optuna_dsat.study.config_changes import changes_model
 from optuna_dsat.study.spec import ScriptSpec, StudySpec
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def command_to_train(
     own, names_config = training_command(spec, config, path, profiled=profiled, host_threads=host_threads)
     copy = best_settings(spec, config, spec.study_dir)
     written = copy is not None and copy.sets_batch
-    applies = names_config and (same_batch is None or copy is None) and MODEL not in config
+    applies = names_config and (same_batch is None or copy is None) and not changes_model(config, spec.ds_config)
     if applies and (profiled is None or profiled.trains_by_command(spec, config, settings_written=written)):
         return own
     trial = [] if same_batch is None else ["--trial", str(same_batch)]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.structures import Structure
 from optuna_dsat.runtime.adapt.parsers import means_accumulation
-from optuna_dsat.runtime.overlay import without_model
+from optuna_dsat.runtime.overlay import checkpoint_every, is_compiled, without_model
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import setting_in_words
 
@@ -66,10 +66,25 @@ def shown_settings(config: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def model_change_in_words(every: int, *, compiled: bool) -> str:
-    """Return where to write what no DeepSpeed config sets: activation checkpointing and compilation; empty for none."""
+def changes_model(config: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
+    """Return whether a complete config changes the model that the script builds with the user's ``own``."""
+    return checkpoint_every(config) != checkpoint_every(own) or is_compiled(config)
+
+
+def model_change_in_words(config: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+    """Return where to write what no DeepSpeed config sets: activation checkpointing and compilation; empty for none.
+
+    ``config`` is complete, ``own`` the user's as the script means it.
+    """
     changes = []
-    if every:
+    every, before = checkpoint_every(config), checkpoint_every(own)
+    if before and not every:
+        changes.append(
+            "The activation checkpointing of your script is off, which no DeepSpeed config can do. optuna-dsat train "
+            "does it; for your own command, switch it off in the script (with the Hugging Face Trainer: "
+            "gradient_checkpointing=False in its arguments)."
+        )
+    elif every != before:
         blocks = "every block" if every == 1 else f"one of {every} blocks"
         changes.append(
             f"The activations of {blocks} are checkpointed, which no DeepSpeed config can. optuna-dsat train does it; "
@@ -77,7 +92,7 @@ def model_change_in_words(every: int, *, compiled: bool) -> str:
             "deepspeed.initialize (with the Hugging Face Trainer, for every block: gradient_checkpointing=True in its "
             "arguments)."
         )
-    if compiled:
+    if is_compiled(config):
         changes.append(
             "The model is compiled, which no DeepSpeed config can. optuna-dsat train does it; for your own command, "
             "write engine.compile() after deepspeed.initialize (with the Hugging Face Trainer: torch_compile=True in "

@@ -74,11 +74,8 @@ class SameBatch:
     """Activation checkpointing of every so many repeated blocks, which no DeepSpeed config sets; 0 for none."""
     compiled: bool = False
     """Whether the model is compiled, which no DeepSpeed config sets."""
-
-    @property
-    def model_change(self) -> str:
-        """As of ``StudyResult``."""
-        return model_change_in_words(self.checkpoint_every, compiled=self.compiled)
+    model_change: str = ""
+    """As of ``StudyResult``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +132,8 @@ class StudyResult:
     compiled: bool = False
     """Whether the model is compiled. No key of ``config``: ``command`` does it, or ``engine.compile()`` in the script.
     """
+    model_change: str = ""
+    """Sentence on the change of the model that the result needs, and where to write it; empty without any."""
     train_batch_size: int
     """Global batch of ``config``, in samples."""
     user_train_batch_size: int
@@ -195,11 +194,6 @@ class StudyResult:
             "finalists": finalists,
             "loss_check": self.loss_check,
         }
-
-    @property
-    def model_change(self) -> str:
-        """Sentence on the change of the model that the result needs, and where to write it; empty without any."""
-        return model_change_in_words(self.checkpoint_every, compiled=self.compiled)
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain values, as ``--json`` prints it."""
@@ -342,6 +336,7 @@ def _answer(study: StoredStudy, measured: Measured, *, storage: str, same_batch:
         ),
         "checkpoint_every": checkpoint_every(complete),
         "compiled": is_compiled(complete),
+        "model_change": model_change_in_words(complete, study.spec.ds_config),
     }
 
 

@@ -13,6 +13,7 @@ from optuna_dsat.config.structures import STRUCTURES, Structure
 from optuna_dsat.cost import memory
 from optuna_dsat.errors import ConfigError
 from optuna_dsat.guided.problem import REACH
+from optuna_dsat.runtime.overlay import checkpoint_every
 from optuna_dsat.study.profile.permission import permitted_knobs
 from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.study.profile.script import own_train_batch_size, user_config
@@ -85,12 +86,18 @@ def is_memory_bound(spec: StudySpec, profiled: Profiled) -> bool:
 
 
 def searches_checkpointing(spec: StudySpec, profiled: Profiled | None) -> bool:
-    """Return whether activation checkpointing is searched: named (``ConfigError`` if impossible), or memory short."""
+    """Return whether activation checkpointing is searched: if named, if memory is short, or if the script has it on.
+
+    Raises:
+        ConfigError: If it is named but impossible.
+    """
     is_named = CHECKPOINT_EVERY in (*(spec.only or ()), *(spec.fix or ()))
     if CHECKPOINT_EVERY in spec.kept_knobs:
         return False
-    if profiled is None or not is_named:
-        return is_named or (profiled is not None and profiled.profile.blocks > 0 and is_memory_bound(spec, profiled))
+    if profiled is None:
+        return is_named
+    if not is_named:
+        return profiled.checkpoints or (profiled.profile.blocks > 0 and is_memory_bound(spec, profiled))
     if not profiled.profile.blocks:
         reason = profiled.profile.no_checkpointing or "its profile has none (--no-profile-reuse)"
         raise ConfigError(f"{CHECKPOINT_EVERY} is given, but the model's activations cannot be checkpointed: {reason}.")
@@ -138,14 +145,17 @@ def _is_host_bound(spec: StudySpec, profiled: Profiled) -> bool:
     return any(size <= hardware.host_memory_bytes < _PAGE_LOCKED * size for size in needed)
 
 
-def largest_micro_batches(spec: StudySpec, profiled: Profiled, *, every: int = 0) -> dict[tuple[int, bool], int]:
+def largest_micro_batches(
+    spec: StudySpec, profiled: Profiled, *, every: int | None = None
+) -> dict[tuple[int, bool], int]:
     """Return the largest micro-batch of each structure by the memory model, with the smallest searched buckets.
 
     Keys are (ZeRO stage, whether all possible is offloaded), values samples per rank, 0 if nothing fits. ``every`` is 0
-    without activation checkpointing, 1 with that of every block.
+    without activation checkpointing, 1 with that of every block, None for the script's.
     """
     hardware = hardware_of(spec, profiled)
     base = ds_config.effective(spec.ds_config)
+    every = checkpoint_every(base) if every is None else every
     space = _space(spec, profiled, cap=ds_config.MICRO_BATCH_CAP)
     sizes = {
         tuned.knob.path[1]: min(tuned.choices)

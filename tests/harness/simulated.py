@@ -43,6 +43,7 @@ from optuna_dsat.runtime.events import (
     RankStarted,
     StepMeasured,
 )
+from optuna_dsat.runtime.overlay import MODEL, without_model
 from optuna_dsat.words import things_in_words
 
 _EPOCH_S = 1_700_000_000.0
@@ -104,6 +105,8 @@ class SimulatedResult:
     """Of every step; None if the script's losses are not observed."""
     power_w: float | None = None
     """Of all GPUs."""
+    checkpoints: bool = False
+    """Whether the script checkpoints activations itself, and the launch set that."""
 
     @property
     def latency_s(self) -> float:
@@ -223,7 +226,10 @@ class SimulatedLauncher:
                 f"{self.free_slots} of {self._total} are free."
             )
         result = self._landscape.run(request.ds_config, request.slots)
-        key = json.dumps(request.ds_config, sort_keys=True, default=str)
+        config = (
+            request.ds_config if any(request.ds_config.get(MODEL, {}).values()) else without_model(request.ds_config)
+        )
+        key = json.dumps(config, sort_keys=True, default=str)
         rng = random.Random(hashlib.sha256(f"{self._seed}/{key}/{self._attempts[key]}".encode()).digest())
         self._attempts[key] += 1
         luck = max(0.1, rng.gauss(1.0, self._noise))
@@ -412,6 +418,7 @@ class _RankTimeline:
             data_parallel_size=slots,
             pipeline=False,
             device="cuda",
+            checkpoints=self._result.checkpoints,
         )
 
     def _step(self, rank: int, step: int, factor: float) -> StepMeasured:

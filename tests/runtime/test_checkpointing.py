@@ -13,8 +13,9 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 import optuna_dsat
-from optuna_dsat.runtime.adapt.checkpointing import CheckpointingError
+from optuna_dsat.runtime.adapt.checkpointing import MODEL_KNOBS, CheckpointingError
 from optuna_dsat.runtime.measure.blocks import BlockWatch, repeated_blocks
+from optuna_dsat.runtime.overlay import CHECKPOINT_EVERY
 from tests.harness.ranks import WarmRanks
 from tests.runtime.checkpointed_engines import BLOCKS, HIDDEN, Block, Model, gpt2
 
@@ -205,6 +206,30 @@ def test_a_model_of_transformers_checkpoints_by_its_own_method() -> None:
     assert not any("forward" in vars(module) for module in model.modules())
     with pytest.raises(CheckpointingError, match="checkpointed already"):
         optuna_dsat.checkpoint_blocks(model)
+
+
+def test_the_script_s_own_checkpointing_is_every_block_s_and_can_be_switched_off() -> None:
+    model, change = gpt2().train(), MODEL_KNOBS[CHECKPOINT_EVERY]
+    model.activation_checkpointing_enable()
+    tokens = torch.arange(8).view(2, 4)
+    forwards: list[Any] = []
+    repeated_blocks(model)[0].attn.register_forward_hook(lambda *_: forwards.append(1))
+    results = []
+    for every, passes in ((1, 2), (0, 1)):
+        change(model, every)
+        torch.manual_seed(1)
+        model.zero_grad()
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        results.append([loss, *(parameter.grad.clone() for parameter in model.parameters())])
+        assert len(forwards) == passes
+        forwards.clear()
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+    assert BlockWatch(model).reason == ""
+    pipeline = PipelineModule(Block(), Block(), specs=[])
+    pipeline.activation_checkpoint_interval = 1  # type: ignore[assignment]
+    change(pipeline, 0)
+    assert pipeline.activation_checkpoint_interval == 0
 
 
 @pytest.mark.parametrize("every", [0, -1, True, 1.5])

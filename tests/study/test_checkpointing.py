@@ -41,17 +41,18 @@ class Short(Hill):
     """A hill in which few samples fit without checkpointing, and a forward pass costs much whatever its samples."""
 
     against: str = ""
+    memory_gib: float = 24.0
 
     def profile(self, slots: int) -> SimulatedProfile:
         facts: dict[str, Any] = {"no_checkpointing": self.against} if self.against else OF_BLOCKS
-        return replace(super().profile(slots), device_memory_bytes=24 * GIB, **facts)
+        return replace(super().profile(slots), device_memory_bytes=int(self.memory_gib * GIB), **facts)
 
     def run(self, ds_config: Mapping[str, Any], slots: int) -> SimulatedResult:  # noqa: ARG002 - the protocol's
         self.configs.append(dict(ds_config))
         size = ds_config["train_micro_batch_size_per_gpu"]
         every = (ds_config.get(MODEL) or {}).get(CHECKPOINT_EVERY, 0)
         share = {0: 1.0, 1: 0.3, 2: 0.65}[every]
-        if 18 + share * size > 24:
+        if 18 + share * size > self.memory_gib:
             return SimulatedResult(outcome=Outcome.OUT_OF_MEMORY, startup_s=10, missing_bytes=GIB)
         forward_s = 0.02 * (size + 8)
         return SimulatedResult(
@@ -61,6 +62,16 @@ class Short(Hill):
             step_s=0.02,
             peak_bytes=int((18 + share * size) * GIB),
         )
+
+
+@dataclass
+class OwnCheckpointing(Short):
+    """A script that checkpoints its blocks itself, unless a launch switches that off."""
+
+    def run(self, ds_config: Mapping[str, Any], slots: int) -> SimulatedResult:
+        asked = ds_config.get(MODEL) or {}
+        result = super().run({**ds_config, MODEL: {CHECKPOINT_EVERY: 1, **asked}}, slots)
+        return replace(result, checkpoints=CHECKPOINT_EVERY in asked)
 
 
 def short(**facts: Any) -> Profiled:
@@ -173,3 +184,24 @@ def test_a_reason_against_it_is_given_once_where_memory_is_short(bench: StudyBen
     assert (
         sum("activation checkpointing is not searched: its blocks contain BatchNorm1d." in text for text in texts) == 1
     )
+
+
+def test_a_script_that_checkpoints_itself_is_searched_without(bench: StudyBench) -> None:
+    result = bench.run(spec(bench, max_trials=8), OwnCheckpointing(memory_gib=80.0))
+    baseline, best = (bench.study().trials[number] for number in (0, result.trial))
+    assert baseline.params[CHECKPOINT_EVERY] == 1
+    assert best.params[CHECKPOINT_EVERY] == result.checkpoint_every == 0
+    assert best.user_attrs[attributes.OVERLAY][MODEL] == {CHECKPOINT_EVERY: 0}
+    assert "gradient_checkpointing=False" in result.model_change
+    assert "optuna-dsat train s --storage" in result.command
+    assert any("Your script checkpoints activations." in str(event) for event in bench.news)
+    kept = bench.run(spec(bench, name="kept", max_trials=3, no_tune=(CHECKPOINT_EVERY,)), OwnCheckpointing())
+    assert (kept.checkpoint_every, kept.model_change) == (1, "")
+    assert "optuna-dsat train" not in kept.command
+
+
+def test_a_script_that_fits_only_with_its_own_checkpointing_keeps_it(bench: StudyBench) -> None:
+    hill = OwnCheckpointing(memory_gib=18.8)
+    bench.run(spec(bench, max_trials=2), hill)
+    assert [config[MODEL][CHECKPOINT_EVERY] for config in hill.configs[:3]] == [0, 1, 1]
+    assert {config[MODEL][CHECKPOINT_EVERY] for config in hill.configs[1:]} == {1}

@@ -1,4 +1,4 @@
-"""Activation checkpointing of a model whose script does not offer it.
+"""Activation checkpointing of a model whose script does not offer it, or has it on.
 
 The forward pass of a checkpointed block keeps its inputs alone; the backward pass computes the rest again. A Hugging
 Face model does it by its own method. Of other models the ``forward`` of the repeated blocks is replaced: modules,
@@ -6,7 +6,8 @@ parameters and their names stay, unlike with torch's ``checkpoint_wrapper``, whi
 ``named_parameters()``. It must happen before the engine is built, since ZeRO 3 hooks the children of blocks and then
 gathers their weights for the second forward pass too.
 
-Models for which the second forward pass may differ are refused (``runtime/measure/blocks.py``).
+Models for which the second forward pass may differ are refused (``runtime/measure/blocks.py``). Checkpointing that a
+script has switched on by a flag of the model, as transformers, diffusers and timm do, is switched off by it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from optuna_dsat.runtime.measure.blocks import (
     ForwardCheck,
     compiled_by_script,
     library_model,
+    own_switches,
     reason_against,
     repeated_blocks,
 )
@@ -65,6 +67,12 @@ def checkpoint_blocks(model: Any, every: int = 1) -> Any:
 
 
 def _checkpoint(model: Any, every: int) -> None:
+    """Checkpoint a model's blocks as asked; the script's own checkpointing, if on, counts as every block's."""
+    switches = own_switches(model)
+    if switches and every == 1:
+        return
+    for module, name in switches:
+        setattr(module, name, type(getattr(module, name))())
     if every:
         checkpoint_blocks(model, every)
 

@@ -18,6 +18,8 @@ from optuna_dsat.runtime.overlay import LEAF_MODULE, ZERO
 
 _SWITCHES = ("gradient_checkpointing", "activation_checkpointing", "grad_checkpointing", "use_checkpoint")
 """Attributes by which models switch their own checkpointing on."""
+_INTERVAL = "activation_checkpoint_interval"
+"""The same of a pipeline module: layers per checkpoint, 0 for none."""
 _LISTS = ("ModuleList", "Sequential")
 _TOO_FEW = "it has fewer than two repeated blocks"
 
@@ -66,7 +68,7 @@ def reason_against(model: Any) -> str:
         return "the script checkpoints by deepspeed.checkpointing, which follows the config's section"
     if _is_on(library) or "CheckpointWrapper" in names or any(_is_checkpointed(block) for block in blocks):
         return "it is checkpointed already"
-    if getattr(model, "activation_checkpoint_interval", 0):
+    if getattr(model, _INTERVAL, 0):
         return "it is checkpointed already, by its activation_checkpoint_interval"
     for module in modules:
         if library is None and any(getattr(module, name, None) is True for name in _SWITCHES):
@@ -85,6 +87,12 @@ def reason_against(model: Any) -> str:
         if type(part).__module__.startswith("deepspeed.moe"):
             return "its blocks contain a mixture of experts, whose ranks exchange tokens in the forward pass"
     return ""
+
+
+def own_switches(model: Any) -> list[tuple[Any, str]]:
+    """Return the modules whose attribute of this name switches a model's own checkpointing on."""
+    pipelines = [(model, _INTERVAL)] if getattr(model, _INTERVAL, 0) else []
+    return pipelines + [(part, name) for part in model.modules() for name in _SWITCHES if vars(part).get(name) is True]
 
 
 def compiled_by_script(model: Any) -> bool:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from optuna_dsat.config import ds_config
-from optuna_dsat.config.knobs import KNOBS, ZENFLOW
+from optuna_dsat.config.knobs import CHECKPOINT_EVERY, KNOBS, MODEL, ZENFLOW
 from optuna_dsat.config.space_builder import SpaceRequest, smallest_micro_batch
 from optuna_dsat.config.structures import GUIDE_ORDER, Structure
 from optuna_dsat.config.user_file import correction
@@ -65,6 +65,8 @@ class ProfileAttempt:
     accumulation: int = 1
     """Accumulation steps; more than 1 for a script that requires its own number of steps."""
     nvme_path: str | None = None
+    checkpoints: bool = False
+    """Whether the script's own activation checkpointing, if any, stays on."""
 
     @property
     def words(self) -> str:
@@ -72,17 +74,20 @@ class ProfileAttempt:
         zero = "your own ZeRO settings" if self.structure is None else self.structure.words
         return zero if self.accumulation == 1 else f"{zero} and {self.accumulation} accumulation steps"
 
-    def with_least(self, micro_batch: int, accumulation: int) -> ProfileAttempt:
+    def with_least(self, micro_batch: int, accumulation: int, *, checkpoints: bool | None = None) -> ProfileAttempt:
         """Return the attempt with batch sizes of at least these values."""
         return replace(
             self,
             micro_batch=max(self.micro_batch, micro_batch),
             accumulation=max(self.accumulation, accumulation),
+            checkpoints=self.checkpoints if checkpoints is None else checkpoints,
         )
 
     def overlay(self) -> dict[str, Any]:
         """Return the DeepSpeed settings of this attempt at its micro-batch."""
         batch = ds_config.batch_overlay(self.micro_batch, self.accumulation)
+        if not self.checkpoints:
+            batch[MODEL] = {CHECKPOINT_EVERY: 0}
         if self.structure is None:
             return batch
         zero = {
@@ -127,6 +132,9 @@ def measure_profile(
 ) -> Profiled:
     """Launch the script at the smallest micro-batch; while out of memory, try structures with less device memory.
 
+    A flag of the model by which the script checkpoints its activations is off, so that the search may choose. It stays
+    on where the model does not fit without, or has no repeated blocks by which memory can be predicted.
+
     If training fails for another reason that batch sizes may explain, the user's batch sizes are tried: some scripts
     require their accumulation steps, others cannot train on a single sample. If these fail as well, the script itself
     is at fault. If they work, further launches show whether its micro-batch suffices, which is then the minimum, or its
@@ -143,6 +151,7 @@ def measure_profile(
     """
     tried: list[str] = []
     pipeline = only_zero_3 = False
+    checkpoints = CHECKPOINT_EVERY in spec.kept_knobs
     attempts, launches, least, accumulation, multiple = deque(profile_attempts(spec)), 0, 1, 1, 1
     parts: Mapping[str, list[Any]] = {}
 
@@ -162,15 +171,20 @@ def measure_profile(
 
     while attempts:
         planned = attempts.popleft()
-        attempt = planned.with_least(least, accumulation)
+        attempt = planned.with_least(least, accumulation, checkpoints=checkpoints)
         stage = None if attempt.structure is None else attempt.structure.stage
         if stage is not None and ((pipeline and stage > 1) or (only_zero_3 and stage < 3)):
             continue  # DeepSpeed refuses it
         request, record, report = launch(attempt)
+        no_blocks = record.profile is not None and not record.profile.blocks
+        if record.engine is not None and record.engine.checkpoints and (report.outcome.infeasible or no_blocks):
+            checkpoints = True
+            attempts.appendleft(planned)
+            continue
         if report.outcome is Outcome.MEASURED and record.profile is not None and record.engine is not None:
             if least > planned.micro_batch and accumulation > 1:
                 for micro_batch, steps in ((least, 1), (1, accumulation)):
-                    other = planned.with_least(micro_batch, steps)
+                    other = planned.with_least(micro_batch, steps, checkpoints=checkpoints)
                     again, seen, ended = launch(other)
                     if ended.outcome is Outcome.MEASURED and seen.profile is not None and seen.engine is not None:
                         attempt, least, request, record, report = other, micro_batch, again, seen, ended
@@ -314,6 +328,7 @@ def _profiled(
         joins_ranks=engine.joins_ranks,
         precision=engine.precision,
         bf16_argument=engine.bf16_argument,
+        checkpoints=engine.checkpoints,
         trainer=trainer,
         batch=batch,
         samples_per_rank=None if record.batch_sources is None else samples_per_rank(record.batch_sources),

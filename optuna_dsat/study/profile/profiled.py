@@ -14,7 +14,7 @@ from optuna_dsat.config.record import Record
 from optuna_dsat.config.search_space import SearchSpace
 from optuna_dsat.cost.memory import ModelProfile
 from optuna_dsat.runtime.agent.preload import Preload
-from optuna_dsat.runtime.overlay import is_bf16
+from optuna_dsat.runtime.overlay import CHECKPOINT_EVERY, MODEL, is_bf16
 from optuna_dsat.script.arg_mapping import STAGE
 from optuna_dsat.script.batch_rule import BatchRule
 from optuna_dsat.script.trainer import ScriptTrainer
@@ -67,6 +67,8 @@ class Profiled(Record):
     """Precision of the script's engine without a search: ``fp16``, ``bf16`` or ``fp32``; empty if unknown."""
     bf16_argument: str = ""
     """Argument in the code of a script without a trainer that must agree with a config in bf16; empty without any."""
+    checkpoints: bool = False
+    """Whether the script checkpoints activations by a flag of its model, which was off in the profile launch."""
     trainer: ScriptTrainer | None = None
     """The script's trainer; None if it uses none that sets batch sizes."""
     batch: BatchRule | None = None
@@ -112,9 +114,10 @@ class Profiled(Record):
         accepted = self.stage_choices.get(spec.script.arg_mappings.get(STAGE, self.stage_option)) or stages
         stages = tuple(stage for stage in stages if stage in accepted) or stages
         multiple = math.lcm(spec.divisible_by, self.micro_batch_multiple)
+        own = {f"{MODEL}.{CHECKPOINT_EVERY}": (1, None)} if self.checkpoints else {}
         return follow_script(
             spec.model_copy(update={"zero_stages": stages, "divisible_by": multiple}),
-            differences=self.config_differences,
+            differences={**self.config_differences, **own},
             trainer=self.trainer,
             defaults=self.option_defaults,
             batch=self.batch,
