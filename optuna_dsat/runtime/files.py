@@ -117,6 +117,22 @@ def remove_unlocked(path: Path) -> None:
         os.close(descriptor)
 
 
+def try_lock(path: Path) -> int | None:
+    """Lock a file; return its descriptor, or None if another process holds or has removed it."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(descriptor).st_ino == path.stat().st_ino:
+            return descriptor
+    except OSError:
+        pass
+    os.close(descriptor)
+    return None
+
+
 _MOST_BYTES = 16 * 2**20
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,8 +16,9 @@ import pytest
 from optuna_dsat.launch.follow import SlotWait
 from optuna_dsat.launch.launch import WaitingLaunch
 from optuna_dsat.launch.launcher import TorchrunLauncher
+from optuna_dsat.launch.machine import owners
 from optuna_dsat.launch.machine.nvml import DeviceError
-from optuna_dsat.launch.machine.owners import lock, lock_owner, lock_path, unlock
+from optuna_dsat.launch.machine.owners import lock, lock_folder, lock_owner, lock_path, unlock
 from optuna_dsat.launch.machine.slots import only_free
 from optuna_dsat.launch.protocol import Finished, Holder
 from optuna_dsat.launch.warm.forking import Forking
@@ -239,7 +241,23 @@ def test_a_lock_names_its_owner_while_that_lives(tmp_path: Path) -> None:
     owner = present(lock_owner(path))
     assert owner.pid is None
     unlock([held])
-    assert path.read_text() == ""
+    assert not path.exists()
+
+
+def test_tuners_of_all_users_and_temporary_folders_lock_in_one_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = lock_folder()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert lock_folder() == before != tmp_path
+    monkeypatch.setattr(owners, "_FOLDERS", (str(tmp_path / "missing"),))
+    assert lock_folder() == tmp_path
+    path = lock_path(tmp_path, "GPU-1")
+    before_umask = os.umask(0o077)
+    held = present(lock(path))
+    os.umask(before_umask)
+    assert path.stat().st_mode & 0o777 == 0o666
+    unlock([held])
 
 
 def test_only_free_gpus_are_those_without_a_holder_and_the_others_are_named(machine: Machine) -> None:

@@ -236,7 +236,10 @@ def notices() -> list[str]:
 
 def make(folder: Path, notices: list[str], *, warm: bool, **variables: str) -> TorchrunLauncher:
     kept = {name: value for name, value in BASE_ENV.items() if name != "OMP_NUM_THREADS"}
-    gpus = tuple(Device(index=i, visible_id=str(i), name="GPU", memory_bytes=2**33) for i in range(2))
+    gpus = tuple(
+        Device(index=i, visible_id=str(i), uuid=f"GPU-{os.getpid()}-{i}", name="GPU", memory_bytes=2**33)
+        for i in range(2)
+    )
     nvml: Any = IdleGpus()
     return local_launcher(
         folder / ("warm" if warm else "plain"),

@@ -9,7 +9,6 @@ found by the tuner's clean-up journal (this module).
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -32,7 +31,7 @@ from optuna_dsat.launch.machine.processes import LaunchProcess, find_leftovers, 
 from optuna_dsat.launch.machine.shared_memory import MAKERS, noted_path, shared_memory_of
 from optuna_dsat.launch.machine.tree import end_noted
 from optuna_dsat.runtime.adapt.journal import SHARED_MEMORY
-from optuna_dsat.runtime.files import remove_unlocked
+from optuna_dsat.runtime.files import remove_unlocked, try_lock
 from optuna_dsat.runtime.process_identity import process_space
 
 # Clean-up journal of a tuner: lists possible leftovers of its launches, in a folder of the user, until removed.
@@ -120,7 +119,7 @@ def gone_tuners(folder: Path | None = None) -> Iterator[tuple[GoneTuner, ...]]:
 def _gone(folder: Path | None) -> Iterator[dict[Path, GoneTuner]]:
     """Yield the journals of tuners that have ended by folder, locked against other processes."""
     parent = own_folder(_FOLDER) if folder is None else folder
-    held = [(path, lock) for path in sorted(parent.glob(f"*{_LOCK}")) if (lock := _try_lock(path)) is not None]
+    held = [(path, lock) for path in sorted(parent.glob(f"*{_LOCK}")) if (lock := try_lock(path)) is not None]
     try:
         owns = (path.with_suffix("") for path, _ in held)
         yield {own: tuner for own in owns if (tuner := _read(own)) is not None}
@@ -142,26 +141,10 @@ def _claim(parent: Path | None) -> tuple[Path, int]:
             path.touch(mode=0o600, exist_ok=False)
         except FileNotFoundError:  # another tuner has just removed the empty folder
             continue
-        descriptor = _try_lock(path)
+        descriptor = try_lock(path)
         if descriptor is not None:  # else another process assumed that its tuner had ended
             path.with_suffix("").mkdir(mode=0o700)
             return path.with_suffix(""), descriptor
-
-
-def _try_lock(path: Path) -> int | None:
-    """Lock a file; return its descriptor, or None if another process holds or has removed it."""
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(descriptor).st_ino == path.stat().st_ino:
-            return descriptor
-    except OSError:
-        pass
-    os.close(descriptor)
-    return None
 
 
 def _read(own: Path) -> GoneTuner | None:

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from filelock import BaseFileLock, FileLock, Timeout
 
 from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.machine.devices import Device
 from optuna_dsat.launch.machine.nvml import GpuUse, Nvml, NvmlError
 from optuna_dsat.launch.protocol import Conditions, Holder
 from optuna_dsat.runtime.agent.processes import ProcessKey
+from optuna_dsat.runtime.files import read_regular, try_lock
+from optuna_dsat.runtime.process_identity import process_space
 from optuna_dsat.words import bytes_in_words
 
 _TRY_S, _PAUSE_S = 0.012, 0.004
 """Time limit of an attempt, and pause within it: ``lock_owner`` of another tuner holds the lock for an instant."""
+_FOLDERS = ("/dev/shm", "/tmp", "/var/tmp")
+"""Folders for the locks, of which the first that can be written counts. They do not depend on the
+user or on ``TMPDIR``; containers share the first if they share the IPC namespace (``docker run --ipc=host``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +33,23 @@ class LockOwner:
     """Another process that holds a lock."""
 
     pid: int | None
-    """Process number; None if the lock file does not name a living process."""
+    """Process number; None if the lock file does not name a living process that is visible here."""
     since: float
     """Unix time of the last write to the lock file."""
+
+
+@dataclass(frozen=True)
+class Lock:
+    """A held lock."""
+
+    path: Path
+    descriptor: int
+
+
+def lock_folder() -> Path:
+    """Return the folder in which all tuners of this machine lock their GPUs."""
+    shared = (folder for folder in _FOLDERS if os.access(folder, os.W_OK | os.X_OK))
+    return Path(next(shared, tempfile.gettempdir()))
 
 
 def lock_path(folder: Path, device_id: str) -> Path:
@@ -37,59 +57,55 @@ def lock_path(folder: Path, device_id: str) -> Path:
     return folder / f"optuna-dsat-gpu-{device_id.replace('/', '_')}.lock"
 
 
-def lock(path: Path) -> BaseFileLock | None:
+def lock(path: Path) -> Lock | None:
     """Return the lock at ``path``, held until released or until this process ends; None if another process holds it."""
-    held = _try_lock(path)
-    if held is not None:
-        _write(path, f"{os.getpid()}\n")
-    return held
+    descriptor = _try_lock(path, make=True)
+    if descriptor is None:
+        return None
+    with contextlib.suppress(OSError):  # a full disk: the owner is then not named
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()} {process_space()}\n".encode(), 0)
+    return Lock(path, descriptor)
 
 
-def unlock(locks: Collection[BaseFileLock]) -> None:
+def unlock(locks: Collection[Lock]) -> None:
     """Release locks."""
     for held in locks:
-        _write(Path(held.lock_file), "")
-        held.release()
+        with contextlib.suppress(OSError):  # another user's file, left by a killed tuner, stays
+            held.path.unlink()
+        os.close(held.descriptor)
 
 
 def lock_owner(path: Path) -> LockOwner | None:
     """Return the owner of the lock at ``path``; None if it is not held."""
-    if not path.exists():
-        return None
-    free = _try_lock(path)
+    free = _try_lock(path, make=False)
     if free is not None:
-        free.release()
+        os.close(free)
         return None
     try:
-        text = path.read_text(encoding="ascii", errors="replace").strip()
+        pid, _, space = read_regular(path).decode("ascii", errors="replace").strip().partition(" ")
         since = path.stat().st_mtime
+    except FileNotFoundError:
+        return None
     except OSError:
-        text, since = "", 0.0
-    known = text.isdigit() and ProcessKey.of(int(text)) is not None  # else left by an ended process
-    return LockOwner(pid=int(text) if known else None, since=since)
+        pid, space, since = "", "", 0.0
+    known = pid.isdigit() and space == process_space() and ProcessKey.of(int(pid)) is not None  # else it has ended
+    return LockOwner(pid=int(pid) if known else None, since=since)
 
 
-def _try_lock(path: Path) -> BaseFileLock | None:
+def _try_lock(path: Path, *, make: bool) -> int | None:
     if path.is_symlink():
         raise UsageError(f"{path} is a link, which no lock of a GPU is. Remove it.")
-    result = FileLock(path, timeout=_TRY_S, poll_interval=_PAUSE_S, mode=0o600, fallback_to_soft=False)
-    try:
-        result.acquire()
-    except Timeout:
-        return None
-    except PermissionError:
-        if path.exists():
-            return None  # only its owner may write it
-        raise
-    return result
-
-
-def _write(path: Path, text: str) -> None:
-    """Replace the content of an existing file if this process may write it."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC)
-        with os.fdopen(descriptor, "w", encoding="ascii") as file:
-            file.write(text)
+    until = time.monotonic() + _TRY_S
+    while True:
+        if make:
+            with contextlib.suppress(FileExistsError, FileNotFoundError):  # made or removed by another tuner
+                path.touch(exist_ok=False)
+                path.chmod(0o666)  # other users lock it, too, if it is left by a killed tuner
+        descriptor = try_lock(path)
+        if descriptor is not None or time.monotonic() > until or not (make or path.exists()):
+            return descriptor
+        time.sleep(_PAUSE_S)
 
 
 UNNAMED = "a process that NVML does not name"

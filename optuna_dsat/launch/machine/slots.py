@@ -7,13 +7,20 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from filelock import BaseFileLock
-
 from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.machine.devices import Device, Devices
-from optuna_dsat.launch.machine.host import own_folder
 from optuna_dsat.launch.machine.nvml import DeviceError, Nvml, NvmlError
-from optuna_dsat.launch.machine.owners import GpuMonitor, holders_in_words, label, lock, lock_owner, lock_path, unlock
+from optuna_dsat.launch.machine.owners import (
+    GpuMonitor,
+    Lock,
+    holders_in_words,
+    label,
+    lock,
+    lock_folder,
+    lock_owner,
+    lock_path,
+    unlock,
+)
 from optuna_dsat.launch.protocol import Conditions, Holder, SlotsBusyError, SlotsTakenError
 from optuna_dsat.runtime.agent.processes import ProcessKey
 from optuna_dsat.words import things_in_words
@@ -29,7 +36,7 @@ class SlotLease:
     devices: tuple[Device, ...]
     baseline_bytes: Mapping[int, int]
     """GPU index -> memory in use before the launch that is not attributed to living processes of others."""
-    locks: tuple[BaseFileLock, ...] = ()
+    locks: tuple[Lock, ...] = ()
     """The GPUs' locks against other tuners on this machine."""
 
     @property
@@ -41,8 +48,9 @@ class SlotLease:
 class SlotPool:
     """The pool of devices for launches, of which at most ``max_slots`` are in use at a time.
 
-    GPUs that other processes use, and GPUs that do not respond, are not taken. A lock file per GPU, in the user's
-    folder, keeps two tuners of a user from taking the same GPU. Tuners of other users are detected by their processes.
+    GPUs that other processes use, and GPUs that do not respond, are not taken. A lock file per GPU, in
+    a folder of all users, keeps two tuners from taking the same GPU. Tuners in containers with a separate folder are
+    detected by their processes or memory.
 
     Raises:
         UsageError: If ``max_slots`` is less than 1.
@@ -65,7 +73,7 @@ class SlotPool:
         self.total = min(len(devices.devices), max_slots or len(devices.devices))
         """Slots that may be in use at once, including GPUs currently used by others."""
         self._leases: list[SlotLease] = []
-        self._lock_dir = own_folder("gpus") if lock_dir is None else lock_dir
+        self._lock_dir = lock_folder() if lock_dir is None else lock_dir
         self._clock = clock
         self._survey: tuple[float, frozenset[int]] | None = None
         if devices.kind == "cuda" and nvml is None:
@@ -154,12 +162,12 @@ class SlotPool:
         self._leases.append(lease)
         return lease
 
-    def _lock(self, candidates: list[Device], slots: int) -> tuple[list[Device], list[BaseFileLock]]:
+    def _lock(self, candidates: list[Device], slots: int) -> tuple[list[Device], list[Lock]]:
         """Lock ``slots`` of the candidates against other tuners; CPU ranks need no lock."""
         if self._gpus is None:
             return candidates[:slots], []
         chosen: list[Device] = []
-        locks: list[BaseFileLock] = []
+        locks: list[Lock] = []
         for device in candidates:
             if len(chosen) == slots:
                 break
