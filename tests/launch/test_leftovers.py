@@ -180,6 +180,16 @@ def test_a_search_that_ends_looks_once_more(monkeypatch: pytest.MonkeyPatch, tmp
     assert text == ["Removed what a killed run had left: 1 temporary folder."]
 
 
+def test_a_search_that_ends_leaves_no_lock_of_a_build(tmp_path: Path) -> None:
+    (lock := tmp_path / "cpu_adam" / "lock").parent.mkdir()
+    lock.touch()
+    launcher = local_launcher(
+        tmp_path / "out", devices=cpu_devices(1), base_env={"TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    )
+    launcher.close()
+    assert not lock.exists()
+
+
 def test_the_own_folder_is_nobody_else_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = own_folder("launches", parent=tmp_path)
     assert made.parent == tmp_path / f"optuna-dsat-{os.getuid()}"

@@ -422,6 +422,7 @@ class NodeLaunch:
     def _leave(self) -> None:
         """Give the slots back and remove the files."""
         remove_noted(self._leavings)
+        remove_stale_locks(self._base_env)
         with suppress(OSError):
             shutil.rmtree(self._folder)
         self._machine.pool.give_back(self._lease)

@@ -195,6 +195,7 @@ class Here:
         self._withheld.clear()
         self._forking.close()
         self._notes.close()
+        remove_stale_locks(self._base_env)  # scripts without this package would wait for them forever
         _remove_empty(self._output_dir / NEW_CACHES)
         self._leftovers.look()  # another tuner may have been killed just now, and there may be no later start
 
