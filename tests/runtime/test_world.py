@@ -15,7 +15,7 @@ import pytest
 
 from optuna_dsat.launch.isolation import why_no_overlay
 from optuna_dsat.runtime.files import mount_points
-from optuna_dsat.runtime.isolation.world import World, WorldPlan, covered_folders, named_folders
+from optuna_dsat.runtime.isolation.world import World, WorldPlan, _unmappable, covered_folders, named_folders
 
 needs_overlays = pytest.mark.skipif(bool(why_no_overlay(Path("/tmp"))), reason="overlays cannot be mounted here")
 
@@ -122,6 +122,21 @@ def test_no_covered_folder_is_below_another_of_its_file_system(tmp_path: Path) -
     assert any(str(tmp_path).startswith(f"{folder}/") or str(tmp_path) == folder for folder in result)
     assert not {"/", "/proc", "/sys", "/dev", "/run", "/usr", "/etc"} & {*result}
     assert "/dev/shm" in result
+
+
+def test_folders_of_other_users_which_a_user_namespace_cannot_copy_are_no_part_of_an_overlay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    users = tmp_path.stat().st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: users + 1)
+    assert str(tmp_path) in covered(tmp_path, [])
+    (tmp_path / "colleagues").mkdir()
+    assert _unmappable(str(tmp_path), [str(tmp_path)]) == str(tmp_path / "colleagues")
+    tmp_path.chmod(0o1777)
+    assert _unmappable(str(tmp_path), [str(tmp_path)]) == ""
+    monkeypatch.setattr(os, "geteuid", lambda: users)
+    tmp_path.chmod(0o755)
+    assert _unmappable(str(tmp_path), [str(tmp_path)]) == ""
 
 
 def test_a_mount_below_a_covered_folder_is_covered_by_itself(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import getpass
 import json
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -156,10 +157,11 @@ def run_apart(folder: str, *words: str) -> NoReturn:
 def covered_folders(
     cwd: str, arguments: Sequence[str], environ: Mapping[str, str], points: Mapping[str, str]
 ) -> list[str]:
-    """Return the folders in which a launch may change files, without subfolders on the same file system.
+    """Return the folders in which a launch may change files, without subfolders that their overlays cover.
 
     These are the non-system folders of ``/``, mounts below them, temporary folders, shared memory, and the folders in
-    the command, as far as this user may write to them.
+    the command, as far as this user may write to them. An overlay covers subfolders on the same file system; in a user
+    namespace not below a folder of another user, which it cannot copy.
     """
     folders = [f"/{name}" for name in os.listdir("/") if name not in _SYSTEM]
     folders = [folder for folder in folders if os.path.isdir(folder) and not os.path.islink(folder)]
@@ -170,11 +172,17 @@ def covered_folders(
     names: list[str] = []
     for folder in sorted(wanted):
         above = [other for other in names if _is_below(folder, [other])]
-        if above and _mount_of(folder, points) == _mount_of(above[-1], points):
+        if above and _mount_of(folder, points) == _mount_of(above[-1], points) and _is_copied(folder, above[-1]):
             continue
         if os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK):
             names.append(folder)
     return names
+
+
+def _is_copied(folder: str, above: str) -> bool:
+    """Return whether an overlay on a folder above can copy a folder, and the folders between both."""
+    between = [path for path in (folder, *map(str, Path(folder).parents)) if path != above and _is_below(path, [above])]
+    return os.geteuid() == 0 or all(os.lstat(path).st_uid == os.geteuid() for path in between)
 
 
 def named_folders(cwd: str, arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
@@ -274,9 +282,10 @@ def _mount_world(
     for number, (path, lower) in enumerate(lowers.items()):
         try:
             layers.mount(path, lower, str(number))
-            if unprivileged and (name := _unmappable(path, used)):
+            within = [folder for folder in used if _mount_of(folder, covered) == path]
+            if unprivileged and (name := _unmappable(path, within)):
                 mounts.unmount(path)
-                raise OSError(errno.EOVERFLOW, f"{name} belongs to another group than this user's first")
+                raise OSError(errno.EOVERFLOW, f"{name} belongs to another user, or not to this user's first group")
             mounted.append(path)
         except OSError as error:
             failed[path] = error.strerror or str(error)
@@ -305,22 +314,22 @@ def _mount_world(
 
 
 def _unmappable(path: str, used: Iterable[str]) -> str:
-    """Return a path of this user with a group that a user namespace cannot represent; empty if not found.
+    """Return a path of this user, or that it may write, with an owner or group that a user namespace cannot represent.
 
-    Only covered folders are searched. Such a file cannot be changed in the namespace (EOVERFLOW).
+    Empty if not found. Only ``used`` folders are searched. Such a file cannot be changed in the namespace (EOVERFLOW).
     """
-    unknown = int(Path("/proc/sys/kernel/overflowgid").read_text(encoding="ascii"))
-    if unknown == os.getegid():
-        return ""
+    no_group = int(Path("/proc/sys/kernel/overflowgid").read_text(encoding="ascii"))
     for folder in used:
-        if not _is_below(folder, [path]):
-            continue
         above = [parent for parent in map(str, Path(folder).parents) if parent != path and _is_below(parent, [path])]
         names = os.listdir(folder)[:_MOST_ENTRIES] if os.access(folder, os.R_OK) else []
         for each in (folder, *above, *(os.path.join(folder, name) for name in names)):
             with contextlib.suppress(OSError):  # gone
                 status = os.lstat(each)
-                if status.st_uid == os.geteuid() and status.st_gid == unknown:
+                unknown = status.st_gid == no_group != os.getegid()
+                if status.st_uid != os.geteuid():  # in a folder such as /tmp, the script has no part in them
+                    is_apart = each == path or os.stat(os.path.dirname(each)).st_mode & stat.S_ISVTX
+                    unknown = not is_apart and not os.path.islink(each) and os.access(each, os.W_OK)
+                if unknown:
                     return each
     return ""
 
