@@ -119,7 +119,8 @@ class _RankProcess:
         self._write_start()
         if plan.leavings and not self._world.covers_shared_memory:
             note_shared_buffer(Path(plan.leavings), os.environ, rank=rank.rank)
-        if plan.leavings and plan.measures and self._world.mode != "mount":  # a training may want its folders
+        is_partly_redirected = bool(self._world.redirected or not self._world.mounted)
+        if plan.leavings and plan.measures and is_partly_redirected:  # a training may want its folders
             note_created_files(Path(plan.leavings))
             share_multiprocessing_folder()
         if self._world.redirected:

@@ -65,6 +65,11 @@ def test_passed_folders_and_the_launchs_own_are_written_for_real(tmp_path: Path)
     assert (tmp_path / "out" / "trial-0000" / "b").read_text() == "b"
 
 
+def test_a_folder_that_the_command_names_below_a_passed_one_is_passed(tmp_path: Path) -> None:
+    record = json.loads(inside(tmp_path, "print(open(plan.record).read())", passed=("/dev/shm", str(tmp_path))))
+    assert not {"/dev/shm", str(tmp_path / "users")} & {*record["mounted"], *record["redirected"]}
+
+
 @needs_overlays
 def test_the_script_does_not_meet_its_changes_a_second_time(tmp_path: Path) -> None:
     code = "open('mine', 'w'); print(sum('mine' in names for _, _, names in os.walk('..')))"

@@ -130,9 +130,10 @@ def enter_world(plan: WorldPlan, *, cwd: str, arguments: Sequence[str], environ:
         return World()
     Path(plan.folder).mkdir(parents=True, exist_ok=True)
     points = mount_points()
-    covered = covered_folders(cwd, arguments, environ, points)
-    passed = [*plan.passed, *_caches(environ), *filter(os.path.isdir, _PIPES), *_sockets(covered)]
-    real_paths = sorted({os.path.realpath(path) for path in passed if path})
+    named = [*plan.passed, *_caches(environ), *filter(os.path.isdir, _PIPES)]
+    passed = {os.path.realpath(path) for path in named if path}
+    covered = [path for path in covered_folders(cwd, arguments, environ, points) if not _is_below(path, passed)]
+    real_paths = sorted({*passed, *map(os.path.realpath, _sockets(covered))})
     world = World(mode="python", redirected=tuple(covered), passed=tuple(real_paths))
     if plan.isolation == "auto":
         try:
