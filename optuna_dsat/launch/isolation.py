@@ -99,12 +99,13 @@ class FolderWatch:
 
         Args:
             request: The launch.
-            here: Run directory of a launch on this machine, which is not watched if it gets overlays.
+            here: Run directory of a launch on this machine, which is not watched if root gets overlays: in a user
+                namespace, some folders may have none.
         """
         if request.isolation == "off" or (self._begun and request.purpose != "profile"):
             return
         self._begun = True
-        if here is None or request.isolation == "python" or why_no_overlay(here):
+        if here is None or request.isolation == "python" or os.geteuid() or why_no_overlay(here):
             self._before = self._users_files(request)
 
     def check(self, launch: Launch) -> None:
@@ -114,7 +115,8 @@ class FolderWatch:
             ScriptFailedError: Names the first changed file.
         """
         before, self._before = self._before, None
-        if before is None or launch.conditions.isolation != "python":
+        conditions = launch.conditions  # with a note, folders of the command have no overlays
+        if before is None or (conditions.isolation != "python" and not conditions.isolation_note):
             return
         after = self._users_files(launch.request)
         logs = _open_in_this_pipeline()

@@ -6,14 +6,18 @@ import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from optuna_dsat.errors import DsatError
+from optuna_dsat.errors import DsatError, ScriptFailedError
 from optuna_dsat.launch import isolation
-from optuna_dsat.launch.isolation import changed_paths, snapshot
+from optuna_dsat.launch.isolation import FolderWatch, changed_paths, snapshot
+from optuna_dsat.launch.protocol import Conditions
 from optuna_dsat.launch.run_directory import OutputError, RunDirectory, recorded_environment
 from tests.harness.events import report_of
+from tests.harness.launches import request
 
 
 def test_a_failure_in_words_ends_with_the_last_line_of_its_error() -> None:
@@ -123,5 +127,15 @@ def test_changes_are_found_and_nothing_else(tmp_path: Path, monkeypatch: pytest.
         (tmp_path / name).write_text("changed, too")
     names = ["below/deep", "changed", "made", "mode", "removed"]
     assert changed_paths(before, look()) == [str(tmp_path / name) for name in names]
+    watch, launched = FolderWatch(tmp_path / "output" / "study"), request(tmp_path, isolation="auto")
+    conditions = Conditions(isolation="mount", isolation_note=f"{tmp_path}: it belongs to another user")
+    launch: Any = SimpleNamespace(
+        conditions=conditions, request=launched, directory=RunDirectory.create(tmp_path / "output", "one")
+    )
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    watch.begin(launched, here=tmp_path)
+    (tmp_path / "same").unlink()
+    with pytest.raises(ScriptFailedError, match=f"The first launch changed {tmp_path}/same"):
+        watch.check(launch)
     monkeypatch.setattr(isolation, "_LIMIT_S", 0.0)  # as on a slow disk, which is faster the second time
     assert not changed_paths(look(), before)
