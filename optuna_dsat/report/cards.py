@@ -77,13 +77,13 @@ def answers_of(view: StudyView) -> list[Answer]:
     verdict = view.verdict
     if verdict is None:
         return []
-    best, own = "Best" if view.end_reason is not None else "Best so far", verdict.baseline
+    best = "Best" if view.end_reason is not None else "Best so far"
     others = [item for item in verdict.measured.values() if not item.is_user_config and item.speed_up is not None]
     others.sort(key=lambda item: (item.rounds, 0.0 if item.speed_up is None else item.speed_up.value), reverse=True)
     texts = answers_in_words(verdict, metric=view.metric, device=view.spec.device)
-    if len(texts) == 1 or verdict.same_batch is None or own is None:
+    if len(texts) == 1 or verdict.same_batch is None:
         return [_answer(view, verdict.result, best, texts[-1], others)]
-    alike = [item for item in others if item.train_batch_size == own.train_batch_size]
+    alike = [item for item in others if item.train_batch_size == verdict.same_batch.train_batch_size]
     return [
         _answer(view, verdict.same_batch, f"{best} at your global batch", texts[0], alike),
         _answer(view, verdict.result, f"{best} at another global batch", texts[1], others),

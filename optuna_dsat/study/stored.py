@@ -171,14 +171,14 @@ class StoredStudy:
         """Return the trial of the result, or at the user's global batch, and a line on its number and metric.
 
         Raises:
-            NothingRunnableError: If nothing was measured, or with ``same_batch`` the user's config was not.
+            NothingRunnableError: If nothing was measured, or with ``same_batch`` nothing at the user's global batch.
         """
         if self.verdict is None:
             raise NothingRunnableError(f"The study {self.spec.name!r} has measured nothing yet.")
         if same_batch:
             measured = self.verdict.same_batch
             if measured is None:
-                raise NothingRunnableError(f"The study {self.spec.name!r} has not measured your config.")
+                raise NothingRunnableError(f"The study {self.spec.name!r} has measured nothing at your global batch.")
             batch = things_in_words(measured.train_batch_size, "sample")
             return measured.trial, (
                 f"trial {measured.number}: {self.speed(measured).text}, at your global batch of {batch}."

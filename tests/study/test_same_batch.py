@@ -12,6 +12,7 @@ import pytest
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.cli.show import show_result
+from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.explain.explanation import explained
 from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.space import space_of
@@ -186,3 +187,22 @@ def test_a_resumed_search_goes_on_with_both_questions(bench: StudyBench) -> None
     bench.run(spec.model_copy(update={"max_trials": 30}), Hill(override=_seconds))
     assert len(_asked(bench)) > before
     assert read_stored(bench.store, "s").launches_used == 30
+
+
+@pytest.mark.parametrize("confirm", [0, 3])
+def test_the_best_at_the_batch_of_a_config_that_does_not_fit_is_an_answer(
+    bench: StudyBench, capsys: pytest.CaptureFixture[str], confirm: int
+) -> None:
+    def run(config: Mapping[str, Any]) -> SimulatedResult:
+        is_users = config["zero_optimization"] == USER_CONFIG["zero_optimization"]
+        return SimulatedResult(outcome=Outcome.OUT_OF_MEMORY, startup_s=1) if is_users else _seconds(config)
+
+    spec = bench.spec(ds_config=DS_CONFIG, max_trials=16, method="guided", batch="both", confirm=confirm)
+    result = bench.run(spec, Hill(override=run))
+    same = present(result.same_batch)
+    assert result.verdict.baseline is None
+    assert same.trial in {trial.number for trial in _asked(bench)}
+    assert present(result.verdict.same_batch).rounds == confirm
+    assert (same.config["train_micro_batch_size_per_gpu"], result.user_train_batch_size) == (BATCH // RANKS, BATCH)
+    show_result(result, as_json=False)
+    assert f"At your global batch of {BATCH} samples: trial {same.trial} is the fastest" in capsys.readouterr().out

@@ -13,7 +13,7 @@ from optuna_dsat.guided.acquisition import expected_improvement, learnt_spread
 from optuna_dsat.guided.joint_estimate import JointEstimate
 from optuna_dsat.metrics import speed_up
 from optuna_dsat.study.confirm.rounds import MIN_ROUNDS, Rounds
-from optuna_dsat.study.confirm.verdict import VerdictKind, are_alike, verdict_of
+from optuna_dsat.study.confirm.verdict import VerdictKind, are_alike, user_batch, verdict_of
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.trials import attributes
 
@@ -106,8 +106,8 @@ def choose_finalists(
         places.append(measured[0].number)
     places += [trial.number for trial in more]
     chosen = list(dict.fromkeys(places))[: spec.confirm]
-    if baseline is not None and spec.batch == "both":
-        batch = attributes.train_batch_size(baseline, slots=spec.slots_per_trial)
+    if spec.batch == "both":
+        batch = user_batch(candidates, spec=spec)
         same = [trial.number for trial in others if batches[trial.number] == batch][:1]
         chosen += [number for number in same if number not in chosen]
     return [*chosen, *own]

@@ -6,7 +6,7 @@ A pure function of the stored trials and rounds. The result, the command line, t
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -31,6 +31,7 @@ from optuna_dsat.study.confirm.rounds import (
     pooled_noise,
     warnings_of,
 )
+from optuna_dsat.study.profile.script import user_train_batch_size
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import outcome_in_words
@@ -69,8 +70,8 @@ class Verdict(Record):
     """The config with the best metric in the rounds, or in the search without rounds. It is not selected if that is
     uncertain, or if another config is as good with a smaller global batch."""
     at_user_batch: Measured | None
-    """The config with the best speed-up at the global batch of the user's config; None without a baseline. The answer
-    at that batch is ``same_batch``."""
+    """The config with the best speed-up at the global batch of the user's config, also if that could not be measured;
+    None without any. The answer at that batch is ``same_batch``."""
     rounds: int
     """Number of rounds with a measurement."""
     ties: tuple[int, ...]
@@ -102,11 +103,12 @@ class Verdict(Record):
     def same_batch(self) -> Measured | None:
         """The answer at the global batch of the user's config: that config, unless another is surely faster there.
 
-        It is the result if that has this batch. Without rounds it is the one that the search measured best. None
-        without a baseline.
+        It is the result if that has this batch. Without rounds, or without a baseline, it is the one that was measured
+        best. None without any.
         """
         best = self.at_user_batch
-        if self.baseline is not None and self.result.train_batch_size == self.baseline.train_batch_size:
+        at_batch = self.baseline or best
+        if at_batch is not None and self.result.train_batch_size == at_batch.train_batch_size:
             return self.result
         if best is None or best.speed_up is None or not best.speed_up.rounds or best.speed_up.surely_above_1:
             return best
@@ -166,6 +168,15 @@ def are_alike(batch: int, other: int) -> bool:
     return max(batch, other) <= _ALIKE_BATCHES * min(batch, other)
 
 
+def user_batch(measured: Iterable[FrozenTrial], *, spec: StudySpec) -> int:
+    """Return the global batch of the user's config, by its trial or, if that failed, by the ranks of another trial."""
+    trials = list(measured)
+    own = attributes.user_config_trial(trials)
+    if own is not None:
+        return attributes.train_batch_size(own, slots=spec.slots_per_trial)
+    return user_train_batch_size(spec, ranks=attributes.data_parallel_size(trials[0], slots=spec.slots_per_trial))
+
+
 def verdict_of(trials: Sequence[FrozenTrial], rounds: Rounds, spec: StudySpec) -> Verdict | None:
     """Return the verdict by all trials and the rounds, among trials that ``may_be_result``; None without any."""
     judge = _Judge(trials, rounds, spec)
@@ -178,7 +189,7 @@ class _Judge:
     """Computes the verdict on a study."""
 
     def __init__(self, trials: Sequence[FrozenTrial], rounds: Rounds, spec: StudySpec) -> None:
-        self._rounds = rounds
+        self._rounds, self._spec = rounds, spec
         self._maximize = spec.maximize
         self._tie = spec.tie
         self._slots = spec.slots_per_trial
@@ -397,9 +408,15 @@ class _Judge:
         return result if self._in_rounds else replace(result, speed_up=self._searched_ratio(number))
 
     def _at_batch(self, batch: int) -> Measured | None:
-        """Return the trial with the best speed-up at a global batch, by the rounds if there are any."""
-        numbers = self._eligible if self.paired else self.permitted
-        known = [(ratio.value, n) for n in numbers if self._batch(n) == batch and (ratio := self._ratio(n)) is not None]
+        """Return the trial with the best speed-up at a global batch, by the rounds if there are any.
+
+        Without a baseline, it is the trial with the best metric.
+        """
+        numbers = [n for n in (self._eligible if self.paired else self.permitted) if self._batch(n) == batch]
+        if self._baseline is None:
+            best = max(numbers, key=self._score) if self.paired and numbers else next(iter(numbers), None)
+            return None if best is None else self._decided(best)
+        known = [(ratio.value, n) for n in numbers if (ratio := self._ratio(n)) is not None]
         return self._decided(max(known, key=lambda ratio: ratio[0])[1]) if known else None
 
     def _verdict(
@@ -423,7 +440,7 @@ class _Judge:
             baseline=baseline,
             best=self._decided(best),
             rounds=len({launch.round for launch in self._rounds.launches if launch.value is not None}),
-            at_user_batch=None if own is None else self._at_batch(self._batch(own)),
+            at_user_batch=self._at_batch(user_batch(self._trials.values(), spec=self._spec)),
             ties=ties,
             undecided=undecided,
             noise=self.noise,

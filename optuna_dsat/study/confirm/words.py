@@ -18,7 +18,7 @@ def verdict_in_words(verdict: Verdict, *, metric: str, device: str = "cuda") -> 
 
 def answers_in_words(verdict: Verdict, *, metric: str, device: str = "cuda") -> tuple[str, ...]:
     """Return the answer as a line; if its global batch is not the user's, the answer at that batch precedes it."""
-    same_batch, answer = _at_same_batch(verdict), _answer(verdict, metric=metric, device=device)
+    same_batch, answer = (words(verdict, metric=metric, device=device) for words in (_at_same_batch, _answer))
     if same_batch:
         batch = things_in_words(verdict.result.train_batch_size, "sample")
         answer = f"At a global batch of {batch}: {answer[0].lower()}{answer[1:]}"
@@ -31,12 +31,16 @@ def remarks_in_words(verdict: Verdict) -> tuple[str, ...]:
     return (*(f"Warning: {warning}" for warning in verdict.warnings), *filter(None, remarks))
 
 
-def _at_same_batch(verdict: Verdict) -> str:
+def _at_same_batch(verdict: Verdict, *, metric: str, device: str) -> str:
     """Describe the answer at the user's global batch; empty if the result has that batch, or nothing is known of it."""
     best, same = verdict.at_user_batch, verdict.same_batch
     if best is None or same is None or same.train_batch_size == verdict.result.train_batch_size:
         return ""
     batch = f"At your global batch of {things_in_words(same.train_batch_size, 'sample')}"
+    if verdict.baseline is None:
+        known = "" if same.rounds else ", not confirmed"
+        speed = same.speed(metric=metric, device=device).text
+        return f"{batch}: trial {same.number} is the fastest that was measured: {speed}{known}."
     if not same.is_user_config and same.speed_up is not None:
         confirmed = "" if same.speed_up.rounds else ", not confirmed"
         return f"{batch}: trial {same.number} is {ratio_in_words(same.speed_up, to='your config')}{confirmed}."

@@ -24,6 +24,12 @@ def own_train_batch_size(spec: StudySpec, *, ranks: int) -> int:
     return ds_config.batch_triangle(ds_config.effective(spec.ds_config), world_size=ranks).train_batch_size
 
 
+def user_train_batch_size(spec: StudySpec, *, ranks: int) -> int:
+    """Return the global batch of the user's config in the study, in samples: that of ``--train-batch-size``, if set."""
+    config, _ = user_config(spec, data_parallel_size=ranks)
+    return ds_config.batch_triangle(config, world_size=ranks).train_batch_size
+
+
 def user_config(spec: StudySpec, *, data_parallel_size: int | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the user's config with explicit batch sizes, and the overlay that makes them explicit.
 
