@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from optuna_dsat.cli.parsing.commands import origins_of
-from optuna_dsat.cli.parsing.parameters import stored_command
 from optuna_dsat.cli.tables import notify
 from optuna_dsat.display.stopping import EXIT_INTERRUPTED
 from optuna_dsat.errors import StorageError, StudyDeletedError, exit_code_of
 from optuna_dsat.escape.terminal import say
-from optuna_dsat.study.options.declaration import STORAGE_ENV, of_output, options_in
+from optuna_dsat.study.options.declaration import STORAGE_ENV, of_output, options_in, stored_command
 from optuna_dsat.tuning.options.given import Given
 from optuna_dsat.tuning.options.tune_options import (
     AshaOptions,
@@ -181,8 +180,7 @@ def _run_each(studies: Sequence[Prepared], output: OutputOptions) -> tuple[Study
     show_by_gpus(rows, best=result, as_json=as_json)
     measured = [row.study for row in rows if row.result is not None]
     if len(measured) > 1 and not as_json:
-        storage = studies[0].request.storage
-        command = stored_command("report", *measured, storage=storage, shown_url=display_url(storage))
+        command = stored_command("report", *measured, storage=display_url(studies[0].request.storage))
         say(f"Side by side: {command}")
     return best, result
 
@@ -210,7 +208,7 @@ def run_request(
     from optuna_dsat.tuning.run import run_study
 
     with stopping_on_signals() as stopping, make_observer(quiet=quiet, stopping=stopping) as observer:
-        stopping.remedy = _resume_command(request, display_url(request.storage))
+        stopping.remedy = stored_command("resume", request.spec.name, storage=display_url(request.storage))
         try:
             ended = run_study(request, observer=observer)
         except StudyDeletedError:
@@ -224,22 +222,15 @@ def run_request(
         show_result(result, as_json=as_json, price=price)
     if ended.interrupted:
         if ended.storage:
-            say(f"Interrupted. Continue with: {_resume_command(request, ended.storage)}", file=sys.stderr)
+            say(f"Interrupted. Continue with: {stopping.remedy}", file=sys.stderr)
         raise KeyboardInterrupt
     if not request.conclude and not quiet:
-        show_it = stored_command(
-            "show", request.spec.name, storage=request.storage, shown_url=display_url(request.storage)
-        )
+        show_it = stored_command("show", request.spec.name, storage=display_url(request.storage))
         notify(
             f"Nothing is left for this worker: whoever started the study measures its finalists again, or "
             f"`{stopping.remedy}` where that one is gone. `{show_it}` shows the study."
         )
     return ended
-
-
-def _resume_command(request: StudyRequest, shown_url: str) -> str:
-    """Return the command that continues a study; a URL's password is not shown."""
-    return stored_command("resume", request.spec.name, storage=request.storage, shown_url=shown_url)
 
 
 @dataclass

@@ -22,14 +22,13 @@ from optuna_dsat.cli.parsing.parameters import (
     opened,
     option,
     say_written,
-    stored_command,
 )
 from optuna_dsat.cli.tables import UNBOUNDED, notify, print_table
 from optuna_dsat.errors import StorageUrlError, UnreadableStudyError, UsageError
 from optuna_dsat.escape.terminal import plain, say, say_prose
 from optuna_dsat.runtime.files import write_output
 from optuna_dsat.secrecy.shapes import hidden_data
-from optuna_dsat.study.options.declaration import DEFAULT_STORAGE
+from optuna_dsat.study.options.declaration import DEFAULT_STORAGE, stored_command
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -199,7 +198,7 @@ def _training_lines(study: StoredStudy, storage: str) -> Iterator[str]:
     verdict = study.verdict
     if verdict is None:
         return
-    train = partial(stored_command, "train", study.spec.name, storage=storage, shown_url=display_url(storage))
+    train = partial(stored_command, "train", study.spec.name, storage=display_url(storage))
     same = verdict.same_batch
     if same is not None and same.number != verdict.result.number:
         yield f"Train at your global batch with: {train('--trial', str(same.number))}"

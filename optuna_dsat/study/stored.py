@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from optuna_dsat.study.confirm.rounds import Rounds
 from optuna_dsat.study.confirm.speeds import Speed
 from optuna_dsat.study.confirm.verdict import Verdict, verdict_of
 from optuna_dsat.study.confirm.words import how_known, value_in_words
+from optuna_dsat.study.options.declaration import stored_command
 from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.study.space import objective, space_of
 from optuna_dsat.study.spec import StudySpec
@@ -318,11 +318,10 @@ def check_study(store: Store, spec: StudySpec) -> None:
     begun = has_trials(store, spec.name)
     differing = _differences(stored.identity(), spec.identity())
     if differing and (begun or stored.direction != spec.direction):
-        name = shlex.quote(spec.name)
+        resume, delete = (stored_command(what, spec.name, storage=store.url) for what in ("resume", "delete"))
         raise StudyConflictError(
             f"A study named {spec.name!r} exists in this storage with other settings: {'; '.join(differing)}. "
-            f"Give this one another name with --study, continue that one with "
-            f"`optuna-dsat resume {name}`, or delete it with `optuna-dsat delete {name}`."
+            f"Give this one another name with --study, continue that one with `{resume}`, or delete it with `{delete}`."
         )
 
 

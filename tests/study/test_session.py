@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -135,7 +136,8 @@ def test_a_raised_budget_adds_exactly_the_difference(bench: StudyBench) -> None:
 
 def test_another_script_under_the_same_name_is_refused_with_what_differs(bench: StudyBench) -> None:
     bench.run(bench.spec(max_trials=2, confirm=0), Hill())
-    with pytest.raises(StudyConflictError, match=r"zero_stages was \[1, 2, 3\], is \[1\]"):
+    stored = rf"zero_stages was \[1, 2, 3\], is \[1\].*`optuna-dsat resume s --storage {re.escape(bench.store.url)}`"
+    with pytest.raises(StudyConflictError, match=stored):
         bench.run(bench.spec(zero_stages=(1,)), Hill())
 
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from optuna_dsat.errors import DsatError, UsageError
-from optuna_dsat.escape.shell import shell_line
 from optuna_dsat.escape.terminal import say
 from optuna_dsat.runtime.files import stream_of
 from optuna_dsat.study.options.declaration import DEFAULT_STORAGE, STORAGE_ENV
@@ -112,11 +111,6 @@ def confirm_replacing(path: Path, *, is_ours: Callable[[str], bool]) -> None:
     if not sys.stdin.isatty():
         raise UsageError(f"{path} exists and was not written by this command: remove it or choose another file.")
     typer.confirm(f"{path} exists and was not written by this command. Replace it?", abort=True, err=True)
-
-
-def stored_command(*words: str, storage: str, shown_url: str) -> str:
-    """Return a command on stored studies, with their storage unless it is the default."""
-    return shell_line(["optuna-dsat", *words, *([] if storage == DEFAULT_STORAGE else ["--storage", shown_url])])
 
 
 def say_written(path: Path) -> None:

@@ -7,6 +7,8 @@ from dataclasses import Field, dataclass, fields
 from functools import partial
 from typing import Any, get_args, get_type_hints
 
+from optuna_dsat.escape.shell import shell_line
+
 DEFAULT_STORAGE = "sqlite:///optuna-dsat.db"
 STORAGE_ENV = "OPTUNA_DSAT_STORAGE"
 """Environment variable that commands read ``--storage`` from if it is not given."""
@@ -110,3 +112,8 @@ def fields_of(kind: Any) -> list[tuple[Field[Any], Any]]:
 def _before(annotation: Any) -> str:
     option = option_of(annotation)
     return "" if option is None else option.before
+
+
+def stored_command(*words: str, storage: str) -> str:
+    """Return a command on stored studies, with their storage (a URL without its password) unless it is the default."""
+    return shell_line(["optuna-dsat", *words, *([] if storage == DEFAULT_STORAGE else ["--storage", storage])])
