@@ -55,6 +55,11 @@ def resolve_names(names: Iterable[str], *, option: str) -> tuple[str, ...]:
     return tuple(resolved)
 
 
+def resolve_fixed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return knob -> value of ``--fix``, whose names are as of ``resolve_names``."""
+    return {name: value for key, value in values.items() for name in resolve_names((key,), option="--fix")}
+
+
 PERMISSIONS: tuple[str, ...] = tuple(dict.fromkeys(knob.permission for knob in KNOBS if knob.permission))
 """Values of ``--allow``."""
 

@@ -207,10 +207,6 @@ class _Builder:
         return low if values is None else values[0]
 
     def _check_names(self) -> None:
-        for option, names in (("--fix", self._request.fix), ("--no-tune", self._no_tune)):
-            for name in names:
-                if name != MICRO_BATCH and (name not in _BY_NAME or name == NVME):
-                    raise ConfigError(f"{option} names {name}, which is not a knob. The knobs are {known_names()}.")
         both = sorted(self._no_tune & self._request.fix.keys())
         if both:
             raise ConfigError(f"{both[0]} is given to both --fix and --no-tune; use one of them.")
@@ -447,11 +443,11 @@ class _Builder:
                 f"allow is a multiple of {unit} (--divisible-by)."
             )
         if not values:
-            which = "of the list in the config" if listed else "that is allowed"
+            which = "of the list in the config" if isinstance(listed, list) and not held else "that is allowed"
             into = f" into the {self._held_steps} accumulation steps of the script" if self._held_steps else ""
             raise ConfigError(
-                f"No {MICRO_BATCH} is left to search: --train-batch-size gives each rank {held_samples} "
-                f"samples, and none {which} divides them{into}."
+                f"No {MICRO_BATCH} is left to search: --train-batch-size or --batch keep gives each rank "
+                f"{held_samples} samples, and none {which} divides them{into}."
             )
         return values
 

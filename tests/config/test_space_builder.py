@@ -344,8 +344,6 @@ def test_bounds_of_the_micro_batch(config: dict[str, Any], options: dict[str, An
 @pytest.mark.parametrize(
     ("zero", "options", "message"),
     [
-        ({}, {"fix": {"bucket": 1}}, "--fix names bucket, which is not a knob. The knobs are zero_stage"),
-        ({}, {"no_tune": ("offload_optimizer_nvme",)}, "--no-tune names offload_optimizer_nvme, which is not a knob"),
         ({}, {"no_tune": ("overlap_comm",), "fix": {"overlap_comm": True}}, "both --fix and --no-tune"),
         ({}, {"fix": {"overlap_comm": "maybe"}}, "overlap_comm is 'maybe'; it must be true or false"),
         ({}, {"fix": {"overlap_comm": None}}, "overlap_comm is null; it must be true or false"),

@@ -73,6 +73,8 @@ def test_only_a_knob_is_searched_and_fixed_ones_are_fixed() -> None:
         (("stgae",), {}, "--only names 'stgae', which is not a knob; stage is probably meant"),
         (("reduce_bucket",), {}, "reduce_bucket_size is probably meant"),
         (("learning",), {}, "the knobs are zero_stage, "),
+        ((), {"fix": {"overlap_com": 1}}, "--fix names 'overlap_com', which is not a knob; overlap_comm is probably"),
+        ((), {"no_tune": ("offload_optimizer_nvme",)}, "--no-tune names 'offload_optimizer_nvme', which is not a knob"),
         (("stage",), {"no_tune": ("zero_stage",)}, "zero_stage is given to both --only and --no-tune"),
         (("batch",), {"fix": {MICRO_BATCH: 4}}, f"{MICRO_BATCH} is given to both --only and --fix"),
         (("stage",), {"divisible_by": 4}, "--divisible-by is about the micro-batch"),
@@ -96,6 +98,11 @@ def test_what_contradicts_it_is_refused(only: tuple[str, ...], changes: dict[str
     with pytest.raises(UsageError) as caught:
         space_of(spec(*only, **changes), None)
     assert message in str(caught.value)
+
+
+def test_other_options_name_knobs_in_the_same_ways() -> None:
+    named = spec(fix={"zero_optimization.overlap_comm": True, "stage": 3}, no_tune=("batch",))
+    assert (named.fix, named.no_tune) == ({"overlap_comm": True, "zero_stage": 3}, (MICRO_BATCH,))
 
 
 def test_it_identifies_the_study_and_short_names_do_not() -> None:

@@ -219,7 +219,7 @@ def test_errors_are_raised_and_nothing_is_written(bench: EntryPointBench) -> Non
         optuna_dsat.tune("train.py", "ds.json", divisor=1, **QUICK)
     with pytest.raises(UsageError, match=r"^device_memory: 'much' is not a size"):
         optuna_dsat.tune("train.py", "ds.json", device_memory="much", **QUICK)
-    with pytest.raises(UsageError, match=r"^fix names bucket, which is not a knob"):
+    with pytest.raises(UsageError, match=r"^fix names 'bucket', which is not a knob"):
         optuna_dsat.tune("train.py", "ds.json", fix={"bucket": 1}, **QUICK)
     with pytest.raises(TypeError, match=r"script_args must be a list of texts, such as \['--lr', '1'\]; got '--lr 1'"):
         optuna_dsat.tune("train.py", "ds.json", "--lr 1", **QUICK)

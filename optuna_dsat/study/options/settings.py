@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from optuna_dsat.config.knob_values import PERMISSIONS, check_permissions, resolve_names
+from optuna_dsat.config.knob_values import PERMISSIONS, check_permissions, resolve_fixed, resolve_names
 from optuna_dsat.config.knobs import KNOBS
 from optuna_dsat.metrics import METRICS
 from optuna_dsat.study.options.declaration import (
@@ -316,6 +316,7 @@ class SearchSettings(ResultSettings, PlaceSettings, ClusterSettings):
             metavar="KEY=VALUE",
         ),
         VALUES,
+        AfterValidator(resolve_fixed),
     ] = None
     no_tune: Annotated[
         Texts,
@@ -325,6 +326,7 @@ class SearchSettings(ResultSettings, PlaceSettings, ClusterSettings):
             metavar="KEY",
             choices=tuple(knob.name for knob in KNOBS),
         ),
+        AfterValidator(partial(resolve_names, option="--no-tune")),
     ] = None
     only: Annotated[
         Texts,
