@@ -130,6 +130,17 @@ def test_a_file_of_ones_own_takes_the_place_of_pyproject(
     assert given.origins["fix"] == name
 
 
+def test_several_numbers_for_all_commands_reach_those_that_take_them(
+    bench: EntryPointBench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for value in ("[1, 2]", '"1,2"'):
+        (bench.folder / "pyproject.toml").write_text(f"[tool.optuna-dsat]\ncpu-ranks = {value}\n")
+        monkeypatch.setattr(search, "run", lambda _, given, __: print(given.options.cpu_ranks))
+        assert leave("asha", "train.py", "ds.json") == 0
+        assert leave("plan", "--params", "1e9", "--gpu", "h100") == 0
+        assert capsys.readouterr().out.startswith("(1, 2)\n")
+
+
 BAD = {
     "unknown": ("max-trails = 3", "'max-trails' is no option of any command. Did you mean 'max-trials'?"),
     "of-another-command": ("asha = {early-stopping = 1}", "'early-stopping' is no option of `optuna-dsat asha`."),

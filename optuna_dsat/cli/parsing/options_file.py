@@ -1,7 +1,7 @@
 """Option files: the ``[tool.optuna-dsat]`` table of ``pyproject.toml``, or a TOML file named by ``--options``.
 
-Keys are the long names of options. A top-level key applies to every command with that option, except the limits of
-``resume``; a table named after a command applies to that command only::
+Keys are the long names of options. A top-level key applies to every command whose option takes its value, except the
+limits of ``resume``; a table named after a command applies to that command only::
 
     [tool.optuna-dsat]
     storage = "postgresql://me@db/studies"
@@ -59,6 +59,7 @@ class OptionsFile:
             if not any(_find(command, name) for command in commands.values()):
                 raise self._unknown(name, commands.values())
         defaults: dict[str, Any] = {}
+        taken, refused = set(), {}
         for path, command in commands.items():
             own = self._of_command(by_command, path, root)
             for name in own:
@@ -68,13 +69,22 @@ class OptionsFile:
             folder = defaults
             for part in path[:-1]:
                 folder = folder.setdefault(part, {})
-            folder[path[-1]] = {
-                str(option.name): self._checked(name, value, option, context)
-                for name, value in values.items()
-                if value is not None
-                and (option := _find(command, name)) is not None
-                and (name in own or option.name not in _NOT_SHARED.get(path[-1], ()))
-            }
+            folder[path[-1]] = here = {}
+            for name, value in values.items():
+                option = _find(command, name)
+                if value is None or option is None:
+                    continue
+                if name not in own and option.name in _NOT_SHARED.get(path[-1], ()):
+                    continue
+                try:
+                    here[str(option.name)] = self._checked(name, value, option, context)
+                    taken.add(name)
+                except UsageError as error:
+                    if name in own:
+                        raise
+                    refused.setdefault(name, error)  # plan takes one number of ranks, a search several
+        for name in refused.keys() - taken:
+            raise refused[name]
         return defaults
 
     def value_of(self, command: str, name: str) -> Any:
