@@ -199,7 +199,7 @@ def find_gpu(name: str) -> GpuSpec:
     if wanted in GPUS:
         return GPUS[wanted]
     wanted = _COUNT.sub("", wanted)
-    sizes = [known for known in GPUS if known.startswith(f"{wanted}-")]
+    sizes = [known for known in GPUS if known == wanted or known.startswith(f"{wanted}-")]
     near = sizes or difflib.get_close_matches(wanted, GPUS, n=1, cutoff=0.5)
     hint = f" Did you mean {' or '.join(near)}?" if near else ""
     raise UsageError(f"--gpu is {name!r}; known are {', '.join(GPUS)}.{hint}")

@@ -235,11 +235,14 @@ class StudySpec(_Frozen, SearchSettings):
 
     def identity(self) -> dict[str, Any]:
         """Return what makes results comparable, without budgets, time-outs and output directory, which may change."""
-        budget = {"name", *(name for name, option in options_in(SearchSettings).items() if option.budget)}
+        budget = {
+            "name",
+            "free_memory",
+            *(name for name, option in options_in(SearchSettings).items() if option.budget),
+        }
         ends = {name for name, option in options_in(MethodOptions).items() if option.budget}
-        if self.free_memory:
-            budget.add("device_memory_bytes")
-        return self.stored(exclude={**dict.fromkeys(budget, True), "options": ends})
+        memory = {"device_memory_bytes": "free"} if self.free_memory else {}
+        return self.stored(exclude={**dict.fromkeys(budget, True), "options": ends}) | memory
 
     def stored(self, **kwargs: Any) -> dict[str, Any]:
         """Return the spec as it is stored, for JSON; takes the arguments of ``model_dump``."""

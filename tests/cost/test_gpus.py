@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from optuna_dsat.cost.gpus import GPUS, find_gpu, gpu_of_device, machine_priors, precision_advice, priors_of_device
+from optuna_dsat.errors import UsageError
 from tests.harness.small_model import PROFILE
 
 KNOWN = {
@@ -161,3 +162,8 @@ def test_a_launch_is_expected_at_the_speed_of_its_precision(config: dict[str, An
 def test_what_bf16_would_bring_is_said_where_the_gpu_has_it(precision: str, device: str, size: int, said: str) -> None:
     text = precision_advice(precision, device_name=device, param_bytes=size)
     assert (said in text) if said else not text
+
+
+def test_a_number_of_gpus_before_a_name_leads_to_that_name() -> None:
+    with pytest.raises(UsageError, match=r"Did you mean h100 or h100-pcie\?$"):
+        find_gpu("8xH100")

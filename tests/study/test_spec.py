@@ -87,6 +87,9 @@ def test_identity_ignores_budgets_and_keeps_what_makes_results_comparable() -> N
     assert identity == spec(max_trials=5, output_dir="/elsewhere").identity()
     assert identity == spec(stall_timeout_s=1800.0).identity()
     assert identity != spec(zero_stages=(1,)).identity()
+    free, given = (spec(device_memory_bytes=2**30, free_memory=free).identity() for free in (True, False))
+    assert free == spec(device_memory_bytes=2**31, free_memory=True).identity()
+    assert {key: free[key] for key in free if free[key] != given[key]} == {"device_memory_bytes": "free"}
 
 
 def test_the_metric_knows_its_direction() -> None:
