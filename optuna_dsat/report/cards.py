@@ -20,6 +20,7 @@ from optuna_dsat.words import (
     duration_in_words,
     metric_in_words,
     share_in_words,
+    slot_name,
     slot_time_in_words,
     step_time_in_words,
     things_in_words,
@@ -148,7 +149,7 @@ def cards_of(view: StudyView, training: Training) -> Iterator[Card]:
         yield from _beside(view, verdict.result, None if verdict.is_baseline else verdict.baseline)
         times = training_times(view, training)
         if times is not None:
-            yield _training(times, view.spec.device, is_own=verdict.result.is_user_config)
+            yield _training(times, view.spec.device)
     yield from _search(view)
 
 
@@ -181,17 +182,18 @@ def _beside(view: StudyView, best: Measured, own: Measured | None) -> Iterator[C
         yield Card(heading="Arithmetic", value=shown, remark="forward and backward; the device's peak is not known")
 
 
-def _training(times: TrainingTime, device: str, *, is_own: bool) -> Card:
-    """Return the time of a whole training, and the time saved if the result is not the user's own config."""
+def _training(times: TrainingTime, device: str) -> Card:
+    """Return the time of a whole training, and the time saved against the user's own config."""
+    at = "" if times.price_per_gpu_hour is None else f"at {times.price_per_gpu_hour:,.2f} per {slot_name(device)} hour"
     epochs = "An epoch" if times.epochs == 1 else f"{times.epochs:g} epochs"
-    if is_own:
-        costs = "" if times.price is None else f": {times.price:,.2f} at {times.price_per_gpu_hour:g} an hour"
+    saved = times.saved_slot_hours
+    if times.own_s is None or not saved:
+        costs = "" if times.price is None else f": {times.price:,.2f} {at}"
         remark = f"on {things_in_words(times.samples, 'sample')}{costs}"
         return Card(heading=epochs, value=duration_in_words(times.best_s), remark=remark)
-    saved = times.saved_slot_hours
     words = f"{'saves' if saved >= 0 else 'costs'} {slot_time_in_words(abs(saved) * 3600, device)}"
     if times.saved_price is not None:
-        words += f", {abs(times.saved_price):,.2f} at {times.price_per_gpu_hour:g} an hour"
+        words += f", {abs(times.saved_price):,.2f} {at}"
     instead = f"instead of {duration_in_words(times.own_s)}"
     return Card(
         heading=epochs,

@@ -195,14 +195,15 @@ class TrainingTime:
     epochs: float
     slots: int
     """Devices of the training."""
-    own_s: float
+    own_s: float | None
+    """None if the user's config was not measured."""
     best_s: float
     price_per_gpu_hour: float | None
 
     @property
     def saved_slot_hours(self) -> float:
-        """Device hours saved by the result, over all devices."""
-        return (self.own_s - self.best_s) * self.slots / 3600
+        """Device hours saved by the result, over all devices; 0 without a measurement of the user's own config."""
+        return 0.0 if self.own_s is None else (self.own_s - self.best_s) * self.slots / 3600
 
     @property
     def price(self) -> float | None:
@@ -217,19 +218,17 @@ class TrainingTime:
 
 
 def training_times(view: StudyView, training: Training) -> TrainingTime | None:
-    """Return the time of a training on as many samples with both configs; None if these or a speed are unknown."""
+    """Return the time of a training on as many samples with both configs; None if these or the speed are unknown."""
     samples = training.dataset_size or epoch_samples(view.spec, view.profiled)
-    if samples is None or view.best is None or view.baseline is None:
-        return None
-    own, best = view.baseline.samples_per_s, view.best.samples_per_s
-    if not own or not best:
+    own, best = (None if item is None else item.samples_per_s for item in (view.baseline, view.best))
+    if samples is None or not best:
         return None
     total = samples * training.epochs
     return TrainingTime(
         samples=samples,
         epochs=training.epochs,
         slots=view.spec.slots_per_trial,
-        own_s=total / own,
+        own_s=total / own if own else None,
         best_s=total / best,
         price_per_gpu_hour=training.price_per_gpu_hour,
     )

@@ -235,7 +235,7 @@ def _training_words(view: StudyView, training: Training) -> str:
     if times is None:
         return ""
     takes, hours = duration_in_words(times.best_s), times.saved_slot_hours
-    if not hours:  # the result is the user's own config
+    if not hours:  # the result is the user's own config, or that was not measured
         return takes if times.price is None else f"{takes} ({times.price:,.2f})"
     saved = f"{slot_time_in_words(abs(hours) * 3600, view.spec.device)} {'saved' if hours > 0 else 'more'}"
     price = "" if times.saved_price is None else f", {abs(times.saved_price):,.2f}"

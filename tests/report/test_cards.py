@@ -21,11 +21,13 @@ from optuna_dsat.report.template import _prose
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.report.write import rows_of
 from optuna_dsat.trials import attributes
+from optuna_dsat.trials.lineage import MICRO_BATCH
 from optuna_dsat.words import count_in_words, metric_in_words, times_in_words
 from tests.harness import present
 from tests.harness.landscapes import Hill
 from tests.harness.pages import Page
 from tests.harness.reports import ReportedStudyBench
+from tests.harness.simulated import SimulatedResult
 
 
 def on_a_gpu(view: StudyView, name: str) -> StudyView:
@@ -84,10 +86,24 @@ def test_what_a_training_saves_is_told_where_the_data_is_known(view: StudyView, 
     times = present(training_times(view, training))
     rate = present(present(view.best).samples_per_s)
     assert times.best_s == pytest.approx(30_000_000 / rate)
-    assert times.saved_slot_hours == pytest.approx((times.own_s - times.best_s) * 2 / 3600)
+    assert times.saved_slot_hours == pytest.approx((present(times.own_s) - times.best_s) * 2 / 3600)
     _, remark = Page(render(view, training=training)).cards["3 epochs"]
-    assert f"saves {times.saved_slot_hours:.3g} GPU hours, {times.saved_slot_hours * 2.5:,.2f} at 2.5 an hour" in remark
+    assert (
+        f"saves {times.saved_slot_hours:.3g} GPU hours, {times.saved_slot_hours * 2.5:,.2f} at 2.50 per GPU hour"
+        in remark
+    )
     assert "on 10,000,000 samples" in remark
+
+
+def test_a_training_has_a_time_and_a_cost_without_a_measurement_of_the_users_config(bench: ReportedStudyBench) -> None:
+    fails = SimulatedResult(outcome=Outcome.OUT_OF_MEMORY, startup_s=1)
+    landscape = Hill(override=lambda config: fails if config[MICRO_BATCH] == 2 else None)
+    bench.run(bench.spec(max_trials=3, confirm=0), landscape)
+    view, training = bench.view(), Training(price_per_gpu_hour=2.5, dataset_size=10_000_000)
+    assert view.baseline is None
+    hours = 2 * 10_000_000 / present(present(view.best).samples_per_s) / 3600
+    cards = Page(render(view, training=training)).cards
+    assert cards["An epoch"][1] == f"on 10,000,000 samples: {2.5 * hours:,.2f} at 2.50 per GPU hour"
 
 
 def test_what_a_training_takes_is_told_of_the_own_config_too_and_each_launch_by_what_it_was_for(
@@ -104,7 +120,7 @@ def test_what_a_training_takes_is_told_of_the_own_config_too_and_each_launch_by_
     training = Training(epochs=3, price_per_gpu_hour=2.5, dataset_size=10_000_000)
     cards = Page(render(view, training=training)).cards
     hours = 2 * 30_000_000 / rate / 3600
-    assert cards["3 epochs"][1] == f"on 10,000,000 samples: {2.5 * hours:,.2f} at 2.5 an hour"
+    assert cards["3 epochs"][1] == f"on 10,000,000 samples: {2.5 * hours:,.2f} at 2.50 per GPU hour"
     assert cards["Launches"][1] == "and 1 to profile, 1 to measure finalists again, 2 to compare losses"
     other = {row.name: row.cells for row in rows_of((view, view), training=training)}["3 epochs"]
     assert other[0].endswith(f" ({2.5 * hours:,.2f})"), "not 0 GPU seconds saved"
