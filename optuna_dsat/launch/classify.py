@@ -322,8 +322,9 @@ def _exit_text(code: int | None) -> str:
 
 
 def _left_early(facts: LaunchFacts) -> Verdict | None:
-    for rank in range(facts.slots):
-        finished = next((e for e in facts.events[rank] if isinstance(e, RankFinished)), None)
+    ends = {end.rank: end for end in facts.of(RankFinished)}
+    for rank in sorted(range(facts.slots), key=lambda rank: rank not in ends):  # their end may have ended the others
+        finished = ends.get(rank)
         if finished is None:
             return Verdict(
                 outcome=Outcome.SCRIPT_ERROR,

@@ -226,6 +226,11 @@ def test_a_script_that_ends_early_is_told_when() -> None:
     assert "before step 5" in message
 
 
+def test_a_rank_that_the_launcher_ended_after_another_had_ended_early_is_no_cause() -> None:
+    verdict = classify(facts(None, finished(1, "script_end", 0), agent_exit_code=None))
+    assert verdict.outcome is Outcome.OUT_OF_DATA and verdict.message.startswith("the script ended by itself after 0")
+
+
 def test_a_script_without_an_engine_is_told_so() -> None:
     events = {rank: [started(rank), finished(rank, "script_end", 0)] for rank in (0, 1)}
     assert "never called deepspeed.initialize" in classify(facts(events=events)).message
