@@ -136,11 +136,15 @@ def test_variables_in_front_of_a_command_are_its_own(folder: Path) -> None:
         "subprocess.Popen([sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node=2', 'train.py', '--lr=3'])"
         ".wait()\n",
         "from torch.distributed.run import main\nmain(['--nproc_per_node=2', 'train.py', '--lr', '3'])\n",
+        "import os\nlr = 3\nos.system(f'bin/START train.py --lr {lr}')\n",
+        "import subprocess\nsubprocess.run(['bash', 'bin/START', 'train.py'], check=True)\n",
     ],
 )
 def test_a_python_file_that_starts_a_launcher_comes_to_it(folder: Path, source: str) -> None:
+    (folder / "bin").mkdir()
+    (folder / "bin" / "START").write_text('#!/bin/bash\ntorchrun \\\n  --nproc_per_node=2 "$@"\n')
     (folder / "start.py").write_text(source)
-    assert starts_launcher(folder / "start.py")
+    assert starts_launcher(folder / "start.py", cwd=folder)
 
 
 def test_what_deepspeed_sets_as_a_program_imports_it_is_not_its_users(

@@ -157,20 +157,23 @@ def is_of_launch(name: str) -> bool:
     return name in _OF_LAUNCHES or is_of_rank(name)
 
 
-def count_launches(words: Sequence[str], *, cwd: Path, script: str) -> int:
+def count_launches(words: Sequence[str], *, cwd: Path, script: str = "") -> int:
     """Count the launches in the shell scripts of a command, one of which launches ``script``."""
-    names_script = re.compile(rf"(?:deepspeed|torchrun|accelerate|python\S*)\s.*{re.escape(Path(script).name)}(?:\s|$)")
+    name = re.escape(Path(script).name)
+    names_script = (
+        re.compile(rf"(?:deepspeed|torchrun|accelerate|python\S*)\s.*{name}(?:\s|$)") if name else _LAUNCH_LINE
+    )
     text = ""
     for word in words:
         with contextlib.suppress(OSError):
-            text += read_regular(cwd / word).decode(errors="replace") if word.endswith(_SHELLS) else ""
+            text += read_regular(cwd / word).decode(errors="replace") if is_wrapper(word, cwd=cwd) else ""
     lines = text.replace("\\\n", " ").splitlines()
     code = [line for line in lines if not line.strip().startswith(("#", "echo "))]
     return sum(bool(names_script.search(line) or _LAUNCH_LINE.search(line)) for line in code)
 
 
-def starts_launcher(file: Path) -> bool:
-    """Whether a Python file starts a launcher and does not itself train with DeepSpeed."""
+def starts_launcher(file: Path, *, cwd: Path) -> bool:
+    """Whether a Python file starts a launcher, perhaps by a shell script, and does not itself train with DeepSpeed."""
     try:
         tree = parsed_source(file)
     except (OSError, SyntaxError, ValueError):
@@ -185,17 +188,19 @@ def starts_launcher(file: Path) -> bool:
     imported |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     if imported & set(interceptor.MODULES):
         return True
-    return bool(called & _STARTERS) and any(map(_names_launcher, nodes))
+    return bool(called & _STARTERS) and any(_names_launcher(node, cwd=cwd) for node in nodes)
 
 
-def _names_launcher(node: ast.AST) -> bool:
-    """Whether a literal is a launcher's command: a list of words, or a command line."""
+def _names_launcher(node: ast.AST, *, cwd: Path) -> bool:
+    """Whether a literal is the command of a launcher, or of a shell script with one: a list of words, or a line."""
     if isinstance(node, ast.List | ast.Tuple):
         words = [item.value for item in node.elts if isinstance(item, ast.Constant) and isinstance(item.value, str)]
         first = node.elts[0].value if node.elts and isinstance(node.elts[0], ast.Constant) else None
         is_name = isinstance(first, str) and Path(first).name in interceptor.LAUNCHERS and len(node.elts) > 1
         return is_name or ("-m" in words and bool(set(words) & set(interceptor.MODULES)))
-    return isinstance(node, ast.Constant) and isinstance(node.value, str) and bool(_LAUNCH_LINE.search(node.value))
+    if not (isinstance(node, ast.Constant) and isinstance(node.value, str)):
+        return False
+    return bool(_LAUNCH_LINE.search(node.value)) or count_launches(node.value.split()[:2], cwd=cwd) > 0
 
 
 def intercept(
@@ -225,7 +230,7 @@ def intercept(
         folder = Path(made)
         record = folder / "launch.json"
         _install_interceptor(folder, python or sys.executable)
-        starts_another = any(word.endswith(".py") and starts_launcher(cwd / word) for word in words)
+        starts_another = any(word.endswith(".py") and starts_launcher(cwd / word, cwd=cwd) for word in words)
         environ = {
             **os.environ,
             interceptor.RECORD: str(record),

@@ -317,7 +317,7 @@ def _python(
             return _launched(module, rest[1:], cwd=cwd, python=python)
         if is_rank and module not in (None, "python"):  # a console script, which trains in its own process
             return LaunchCommand(script=module, is_module=True, args=tuple(rest[1:]), python=python)
-        if not is_rank and starts_launcher(cwd / rest[0]):
+        if not is_rank and starts_launcher(cwd / rest[0], cwd=cwd):
             return _wrapped([words[0], *rest], cwd=cwd, python=python, on_notice=on_notice)
         return LaunchCommand(script=rest[0], args=tuple(rest[1:]), without_launcher=True, notes=notes, python=python)
     module = rest[0].removeprefix("-m") or (rest[1] if len(rest) > 1 else "")
@@ -327,7 +327,7 @@ def _python(
     if module in MAINS:
         return _launched(module, args, cwd=cwd, python=python)
     file = None if is_rank else module_file(module, cwd, python=python)
-    if file is not None and starts_launcher(file):
+    if file is not None and starts_launcher(file, cwd=cwd):
         return _wrapped([words[0], *rest], cwd=cwd, python=python, on_notice=on_notice)
     return LaunchCommand(
         script=module, is_module=True, args=tuple(args), without_launcher=True, notes=notes, python=python
