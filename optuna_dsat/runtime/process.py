@@ -30,9 +30,16 @@ from optuna_dsat.runtime.adapt.journal import (
     note_shared_buffer,
     share_multiprocessing_folder,
 )
-from optuna_dsat.runtime.adapt.ranks import LOCAL_RANK, default_local_rank, with_local_rank
+from optuna_dsat.runtime.adapt.ranks import (
+    LOCAL_RANK,
+    RESTARTED_ENV,
+    default_local_rank,
+    measure_restarts,
+    with_local_rank,
+)
 from optuna_dsat.runtime.events import (
     STEPS_SKIPPED,
+    Event,
     EventWriteError,
     EventWriter,
     ModulesImported,
@@ -111,12 +118,15 @@ class _RankProcess:
         self._reports_imports = plan.purpose == "profile" and rank.rank == 0
         """Whether this rank records the script's imports on behalf of all ranks."""
         self._take_on_in_engine: Callable[[LaunchPlan], None] = lambda _: None
+        self._is_second = RESTARTED_ENV in os.environ
+        """Whether the script started this process itself, which then is recorded only if it trains."""
         self._is_done = False
         """Whether the last record is written. Exceptions of the script after it are not recorded."""
 
     def run(self, command: ScriptCommand, *, safe_path: bool) -> int:
         rank, plan = self._rank, self._plan
-        self._write_start()
+        if not self._is_second:
+            self._write_start()
         if plan.leavings and not self._world.covers_shared_memory:
             note_shared_buffer(Path(plan.leavings), os.environ, rank=rank.rank)
         is_partly_redirected = bool(self._world.redirected or not self._world.mounted)
@@ -153,6 +163,7 @@ class _RankProcess:
             facts["config_in_code"] = facts.get("config_in_code", True) and not by_its_name
 
         self._record_exit_at_once()
+        measure_restarts(command.name)
         signal.signal(_EXIT_SIGNAL, lambda *_: sys.exit(0))
         try:
             with reads_redirected(user_config=plan.user_config_path, config=plan.config_path, on_read=reads_config):
@@ -221,7 +232,7 @@ class _RankProcess:
 
     def _finish(self, reason: str) -> None:
         state = self._state
-        self._writer.write(
+        self._write_end(
             RankFinished(
                 rank=self._rank.rank,
                 time=time.time(),
@@ -233,6 +244,10 @@ class _RankProcess:
                 saves=state.saves.count("save_checkpoint"),
             )
         )
+
+    def _write_end(self, event: Event) -> None:
+        if not self._is_second or self._state.fed or self._state.phase != "script":
+            self._writer.write(event)
         self._is_done = True
 
     def _exit_after_last_step(self) -> None:
@@ -296,7 +311,7 @@ class _RankProcess:
         diagnosis = diagnose(error, phase=self._state.phase, device=self._state.device, limited=self._state.limited)
         for event in () if self._state.fed else self._state.if_failed:
             self._writer.write(event)
-        self._writer.write(
+        self._write_end(
             RankFailed(
                 rank=self._rank.rank,
                 time=time.time(),
@@ -309,7 +324,6 @@ class _RankProcess:
                 steps=self._state.steps,
             )
         )
-        self._is_done = True
 
 
 def _show(error: BaseException) -> None:
@@ -425,6 +439,6 @@ def with_secrets(plan: LaunchPlan) -> LaunchPlan:
         return plan
     if not names_in(text):
         return plan
-    descriptor = os.memfd_create("ds_config.json")
+    descriptor = os.memfd_create("ds_config.json", 0)  # stays open if the script restarts itself
     os.write(descriptor, resolved(text).encode())
     return replace(plan, config_path=f"/proc/{os.getpid()}/fd/{descriptor}")

@@ -35,6 +35,11 @@ def keep(values: Mapping[str, str]) -> None:
     _given.update(values)
 
 
+def secrets() -> dict[str, str]:
+    """Return the remembered values of references, as variables for a process that replaces this one."""
+    return {**_given}
+
+
 def value_of(name: str, environ: Mapping[str, str] | None = None) -> str | None:
     """Return the value of a reference; None if it is unknown in this process."""
     environ = os.environ if environ is None else environ

@@ -61,6 +61,35 @@ def test_an_exception_is_recorded_and_shown_as_python_shows_it(start: Starter, p
     assert launch.events()[-1] == failure
 
 
+AGAIN = """
+import os, subprocess, sys
+if "FLAG" in os.environ:
+    print(sys.argv[1:], "optuna_dsat.runtime.hook" in sys.modules)
+    sys.exit(3)
+os.environ["FLAG"] = "1"
+command = [sys.executable, "-u", *sys.argv] if sys.argv[1] == "by argv" else [sys.executable, *sys.orig_argv[1:]]
+{start}
+"""
+
+
+@pytest.mark.parametrize("how", ["by argv", "by orig_argv"])
+@pytest.mark.parametrize(
+    ("starts", "records"),
+    [
+        ("os.execv(command[0], command)", ["rank_started", "rank_started", "rank_finished"]),
+        ("os.execlpe('env', 'env', *command, {'FLAG': '1'})", ["rank_started", "rank_started", "rank_finished"]),
+        ("sys.exit(subprocess.run(command).returncode)", ["rank_started", "rank_finished"]),
+    ],
+)
+def test_a_script_that_starts_itself_again_is_measured(
+    start: Starter, how: str, starts: str, records: list[str]
+) -> None:
+    launch = start.alone(script(start, AGAIN.format(start=starts)), how)
+    assert launch.log("stdout") == f"{[how]} True\n", launch.log("stderr")
+    assert [event.kind for event in launch.events()] == records
+    assert [(launch.exit_code, event.reason) for event in launch.of(RankFinished)] == [(3, "exit_code_3")]
+
+
 def test_a_missing_script_is_a_failure_of_the_script(start: Starter) -> None:
     launch = start.alone("nowhere.py")
     assert launch.exit_code == 1

@@ -102,6 +102,7 @@ class ScriptCommand:
     def run(self, *, safe_path: bool) -> None:
         """Run it as ``__main__``, with ``sys.argv`` and ``sys.path[0]`` as Python itself would set them."""
         sys.argv = [self.name, *self.args]
+        sys.orig_argv = [sys.executable, *(["-m"] if self.is_module else []), *sys.argv]
         if self.is_module:
             runpy.run_module(self.name, run_name="__main__", alter_sys=True)
             return

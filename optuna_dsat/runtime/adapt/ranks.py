@@ -8,7 +8,8 @@ Fire; an explicit argument takes precedence. For scripts that search ``sys.argv`
 Scripts that set ``os.environ["MASTER_PORT"] = "29500"`` or pass ``init_method="tcp://..."`` are written for launchers
 without a store. Under torchrun, whose store listens elsewhere, they would wait forever: torchrun's settings are used.
 
-For scripts that use ``torch.multiprocessing.spawn``, each rank of a launch runs a single spawned rank.
+For scripts that use ``torch.multiprocessing.spawn``, each rank of a launch runs a single spawned rank. Scripts that
+start themselves again, as to set an environment variable, are measured in the new process.
 """
 
 from __future__ import annotations
@@ -19,19 +20,28 @@ import functools
 import inspect
 import os
 import re
-from collections.abc import Callable, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from optuna_dsat.runtime.adapt.config import is_same_file
 from optuna_dsat.runtime.imports import ImportWatch, patch
-from optuna_dsat.runtime.rank import Rank
+from optuna_dsat.runtime.rank import LAUNCH_ENV, Rank
 from optuna_dsat.runtime.user_code import declares_option, parsed_source
+from optuna_dsat.secrecy.references import secrets
 
 _NAME = "local_rank"
 LOCAL_RANK = "--local_rank"
 _OPTIONS = (LOCAL_RANK, "--local-rank")
 _BY_HAND = re.compile(r"--local_rank(?![\w-])")
 _PLACE = ("MASTER_ADDR", "MASTER_PORT")
+_PYTHON = re.compile("python|pypy")
+RESTARTED_ENV = "OPTUNA_DSAT_RESTARTED"
+"""Environment variable of a process that a rank's script has started to run the script again."""
+_RESTART = (LAUNCH_ENV, "PYTHONPATH")
+"""Variables by which a restarted rank finds its launch and this package."""
 
 
 def default_local_rank(local_rank: int, *, on_found: Callable[[str], None] = lambda _: None) -> None:
@@ -162,6 +172,42 @@ def _without_engine(fn: Callable[..., Any], refusal: str, index: int, *args: Any
 
     ImportWatch({"deepspeed": deepspeed_imported}).install()
     fn(index, *args)
+
+
+def measure_restarts(script: str) -> None:
+    """Make ``os.exec*`` and ``subprocess`` of Python with this rank's script, or module, start the rank again."""
+
+    def restarted(argv: Any, env: Mapping[Any, Any] | None, **added: str) -> tuple[Any, Mapping[Any, Any] | None]:
+        command = [os.fsdecode(word) for word in argv] if isinstance(argv, (list, tuple)) else []
+        if (place := _place_of_script(command, script)) is None:
+            return argv, env
+        needed = {name: os.environ[name] for name in _RESTART if name in os.environ}
+        module = ["--module"] if command[place - 1] == "-m" else []
+        command[place - len(module) : place] = ["-m", "optuna_dsat.runtime", *module]
+        return command, {**secrets(), **needed, **(os.environ if env is None else env), **added}
+
+    def execute(_: Any, path: Any, argv: Any, env: Mapping[Any, Any] | None = None) -> NoReturn:
+        argv, env = restarted(argv, env)
+        replace_process(path, argv, {**os.environ} if env is None else env)
+
+    replace_process = os.execve
+    for name in ("execv", "execve"):
+        patch(os, name, copies=True)(execute)
+
+    @patch(subprocess.Popen, "__init__")
+    def start(original: Any, self: Any, args: Any, *rest: Any, **options: Any) -> None:
+        args, env = restarted(args, options.get("env"), **{RESTARTED_ENV: "1"})
+        original(self, args, *rest, **({**options, "env": env} if env is not None else options))
+
+
+def _place_of_script(command: Sequence[str], script: str) -> int | None:
+    """Return the index of the script or module in a command by which Python runs it; None for other commands."""
+    pythons = [_PYTHON.match(Path(word).name) is not None for word in command]
+    for place, (before, word) in enumerate(zip(command, command[1:]), 1):
+        if before == "-m" or is_same_file(word, sys.argv[0]):
+            runs = word == script if before == "-m" else pythons[place - 1] or before.startswith("-")
+            return place if runs and any(pythons[:place]) else None
+    return None
 
 
 def wrong_number(wrong: str, wanted: int, ranks: int) -> str:
