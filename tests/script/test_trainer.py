@@ -104,6 +104,13 @@ def test_the_option_of_a_mapping_says_what_the_config_leaves_open(args: tuple[st
     assert given["train_micro_batch_size_per_gpu"] == 3
 
 
+def test_the_option_of_the_global_batch_says_it_passed_or_by_default() -> None:
+    mapped = {"arg_mappings": {"train_batch_size": "--batch"}}
+    for config, args, expected in (({}, (), 8), ({}, ("--batch", "6"), 3), ({"train_batch_size": 2}, (), 1)):
+        spec = follow_trainer(spec_of(config, args=args, **mapped), None, {"--batch": 16})
+        assert user_config(spec)[0]["train_micro_batch_size_per_gpu"] == expected
+
+
 @pytest.mark.parametrize(
     ("own", "expected"),
     [

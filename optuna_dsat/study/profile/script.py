@@ -80,6 +80,9 @@ def follow_trainer(
             own = _mapped_value(spec, key, defaults) or (None if trainer is None else trainer.script_value(key))
             if own is not None and _is_open(config.get(key)):
                 config[key] = own
+        if _is_open(config.get(ds_config.GRADIENT_ACCUMULATION)):
+            own = _mapped_value(spec, ds_config.TRAIN_BATCH, defaults)
+            config |= {} if own is None else {ds_config.TRAIN_BATCH: own}
     result = {} if trainer is None else trainer.options
     options = {key: _as_given(option, spec.script.args) for key, option in result.items()}
     changes: dict[str, Any] = {"arg_mappings": {**options, **spec.script.arg_mappings}}
