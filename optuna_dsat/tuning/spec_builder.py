@@ -86,8 +86,24 @@ def build_spec(method: str, options: TuneOptions, devices: Devices) -> StudySpec
     keep(secrets.values)
     from optuna_dsat.study.space import space_of
 
-    space_of(spec, None)  # rejects knobs and values outside the space
+    space_of(_at_known_batch(spec), None)  # rejects knobs and values outside the space
     return spec
+
+
+def _at_known_batch(spec: StudySpec) -> StudySpec:
+    """Return the spec with the global batch of every launch, if that is known and within the bounds."""
+    batch, ranks = spec.train_batch_size, spec.data_parallel_ranks
+    stated = ds_config.effective(spec.ds_config)
+    if spec.batch == "keep" and any(isinstance(stated.get(key), int) for key in ds_config.BATCH_KEYS[:2]):
+        batch = ds_config.batch_triangle(stated, world_size=ranks).train_batch_size
+    bounds = {
+        "--max-train-batch-size": spec.max_train_batch_size,
+        "autotuning.max_train_batch_size": ds_config.parse_autotuning(spec.ds_config).max_train_batch_size,
+    }
+    for name, most in bounds.items():
+        if batch is not None and most is not None and batch > most:
+            raise UsageError(f"Every launch would have a global batch of {batch}, above {name} {most}: change one.")
+    return spec.model_copy(update={"train_batch_size": batch})
 
 
 def _settings(options: TuneOptions) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ import optuna_dsat
 from optuna_dsat.cli.show import _print_bars
 from optuna_dsat.config import user_file
 from optuna_dsat.config.autotuning_section import parse_autotuning
+from optuna_dsat.errors import DsatError
 from optuna_dsat.launch.machine.devices import Device, Devices
 from optuna_dsat.store import Store
 from optuna_dsat.study.options.methods import default_stages
@@ -145,6 +147,23 @@ def test_an_option_wins_over_a_single_value(bench: EntryPointBench) -> None:
     write(bench, section={"enabled": True}, zero={"stage": 2, "overlap_comm": True})
     spec = prepare(None, given(cpu_ranks=2, zero_stages=(1, 3), fix={"overlap_comm": False})).request.spec
     assert (spec.zero_stages, spec.no_tune) == ((1, 3), ())
+
+
+@pytest.mark.parametrize(
+    ("section", "options", "message"),
+    [
+        ({"max_train_batch_size": 1}, {"train_batch_size": 64}, "of 64, above autotuning.max_train_batch_size 1:"),
+        ({"max_train_batch_size": 1}, {"batch": "keep"}, "above autotuning.max_train_batch_size 1:"),
+        ({}, {"batch": "keep", "max_train_batch_size": 3}, "above --max-train-batch-size 3:"),
+        ({}, {"batch": "keep", "divisible_by": 7}, "is a multiple of 7 (--divisible-by)"),
+    ],
+)
+def test_a_batch_of_all_launches_beyond_what_is_allowed_is_refused_before_a_launch(
+    bench: EntryPointBench, section: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    write(bench, section=section)
+    with pytest.raises(DsatError, match=re.escape(message)):
+        prepare("guided", given(cpu_ranks=2, **options))
 
 
 @pytest.mark.parametrize(
