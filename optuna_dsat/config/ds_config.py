@@ -289,10 +289,10 @@ def canonical_key(config: Mapping[str, Any], *, params_count: int | None = None)
     """Return a key that is equal for configs with equal behaviour in DeepSpeed (32 hexadecimal digits, SHA-256).
 
     Ignored are key order, the spelling of numbers (``5e8``), values equal to DeepSpeed's defaults, offload to ``none``,
-    knobs that the stage does not read, and bucket sizes beyond ``params_count``. The config has no lists
-    (:func:`effective`).
+    sections that are empty or not enabled, knobs that the stage does not read, and bucket sizes beyond
+    ``params_count``. The config has no lists (:func:`effective`).
     """
-    plain = _canonical(effective(config))
+    plain = {key: value for key, value in _canonical(effective(config)).items() if value not in ({}, _OFF)}
     zero = canonical_zero(plain.pop(ZERO, {}), params_count)
     if plain.get(GRADIENT_ACCUMULATION) == 1 and MICRO_BATCH in plain:
         del plain[GRADIENT_ACCUMULATION]
@@ -302,8 +302,14 @@ def canonical_key(config: Mapping[str, Any], *, params_count: int | None = None)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
+_OFF = {"enabled": False}
+"""A section that is switched off, without its other settings."""
+
+
 def _canonical(value: Any) -> Any:
     if isinstance(value, Mapping):
+        if value.get("enabled") is False:
+            return _OFF
         return {key: _canonical(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
         return [_canonical(item) for item in value]

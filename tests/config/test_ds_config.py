@@ -104,6 +104,7 @@ def with_zero(**zero: Any) -> dict[str, Any]:
         {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 4},
         {**BASE, "gradient_accumulation_steps": 1},
         {**BASE, "autotuning": {"enabled": True}},
+        {**BASE, "bf16": {"enabled": False}, "fp16": {"enabled": False, "loss_scale": 0}, "scheduler": {}},
         with_zero(reduce_bucket_size=5e8),
         with_zero(reduce_bucket_size=500_000_000, contiguous_gradients=True, overlap_comm=False),
         with_zero(reduce_bucket_size=2_000_000),
@@ -122,6 +123,7 @@ def test_configs_that_behave_alike_share_a_key(same: dict[str, Any]) -> None:
     [
         {**BASE, "train_micro_batch_size_per_gpu": 5},
         {**BASE, "gradient_accumulation_steps": 2},
+        {**BASE, "bf16": {"enabled": True}},
         with_zero(reduce_bucket_size=999_999),
         with_zero(overlap_comm=True),
         with_zero(offload_optimizer={"device": "cpu"}),
