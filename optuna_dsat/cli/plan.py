@@ -13,6 +13,7 @@ import typer
 
 from optuna_dsat.cli.parsing.commands import with_options
 from optuna_dsat.cli.tables import notify, print_table
+from optuna_dsat.config.ds_config import largest_in_words
 from optuna_dsat.errors import UsageError
 from optuna_dsat.escape.terminal import say_prose
 from optuna_dsat.study.options.declaration import DEFAULT_OUTPUT_DIR, DEFAULT_STORAGE, OUTPUT_DIR_ENV, STORAGE_ENV
@@ -292,11 +293,11 @@ def _search_options(options: PlanOptions) -> TuneOptions:
 
 
 def _scaling(plan: Plan) -> tuple[AtCount, ...]:
-    """Return the fastest plan on 1, 2, 4, ... devices, up to the plan's number; empty for a single device."""
+    """Return the fastest plan on 1, 2, 4, ... times the devices of a sample; empty if the plan has no more."""
     from optuna_dsat.plan.rows import counts_up_to, scaling
 
-    devices = plan.subject.hardware.world_size
-    return () if devices == 1 else scaling(plan.subject, counts_up_to(devices))
+    sizes = counts_up_to(plan.subject.data_parallel_size)
+    return scaling(plan.subject, [size * plan.subject.ranks_per_sample for size in sizes]) if len(sizes) > 1 else ()
 
 
 def _print_scaling(result: Sequence[AtCount], *, whose: str) -> None:
@@ -395,7 +396,7 @@ def _cells(row: PlannedRow) -> dict[str, str]:
     return {
         **cells,
         "micro-batch": count_in_words(row.micro_batch),
-        "largest": count_in_words(row.largest),
+        "largest": largest_in_words(row.largest),
         "{}": bytes_in_words(row.device_bytes),
         "step": f"{middle} {unit} ({low} to {high})",
         **{name: count_in_words(rate, digits=3) for name, rate in rates.items() if rate is not None},

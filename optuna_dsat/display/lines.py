@@ -6,13 +6,13 @@ import sys
 import threading
 import time
 
+from optuna_dsat.config.ds_config import largest_in_words
 from optuna_dsat.escape.terminal import say_prose
 from optuna_dsat.metrics import Interval
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study import progress
 from optuna_dsat.words import (
     bytes_in_words,
-    count_in_words,
     duration_in_words,
     flops_in_words,
     model_in_words,
@@ -54,7 +54,7 @@ def lines_of(event: progress.ProgressEvent) -> list[str]:
 def _profile_lines(event: progress.ProfileFinished) -> list[str]:
     profile = event.profile
     how = "measured before, no launch needed" if event.reused else f"measured with {event.measured_with}"
-    sizes = {stage: count_in_words(size) for stage, size in sorted(event.largest_micro_batches.items())}
+    sizes = {stage: largest_in_words(size) for stage, size in sorted(event.largest_micro_batches.items())}
     largest = ", ".join(f"ZeRO {stage}: {size}" for stage, size in sizes.items())
     if len(sizes) > 1 and len(set(sizes.values())) == 1:
         largest = f"{next(iter(sizes.values()))} at any ZeRO stage"

@@ -71,8 +71,8 @@ def test_a_profile_is_told_in_numbers_that_a_person_writes() -> None:
     assert "2 B parameters (1 M trainable)" in text
     assert "1,633 parameters in one pipeline stage, 1 MiB" in lines_of(replace(event, pipeline=True))[0]
     for sizes, words in (
-        ({1: 8, 2: 65536}, "ZeRO 1: 8, ZeRO 2: 65,536."),
-        ({1: 65536, 2: 65536}, "65,536 at any ZeRO stage."),
+        ({1: 8, 2: 65536}, "ZeRO 1: 8, ZeRO 2: 65,536 or more."),
+        ({1: 65536, 2: 65536}, "65,536 or more at any ZeRO stage."),
     ):
         assert lines_of(replace(event, largest_micro_batches=sizes))[1].endswith(words)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from optuna_dsat.cli.plan import _scaling
 from optuna_dsat.cost.gpus import find_gpu
 from optuna_dsat.plan.from_shape import Machine, plan_shape
 from optuna_dsat.plan.prediction import Subject
-from optuna_dsat.plan.rows import counts_up_to, scaling
+from optuna_dsat.plan.rows import Plan, counts_up_to, plan_rows, scaling
 from optuna_dsat.plan.transformer import shape_of
 
 
@@ -81,3 +84,10 @@ def test_scaling_is_relative_to_the_smallest_number_without_offload() -> None:
     assert first.share_of_linear == 1
     assert result[0].share_of_linear is not None
     assert result[0].share_of_linear < 1
+
+
+def test_no_number_is_smaller_than_that_of_the_stages_of_a_pipeline() -> None:
+    pipeline = replace(subject(350e6, "a100-80g", gpus=8), pipeline=True, ranks_per_sample=2)
+    assert [item.devices for item in _scaling(Plan(subject=pipeline, rows=plan_rows(pipeline)))] == [2, 4, 8]
+    alone = replace(pipeline, ranks_per_sample=8)
+    assert _scaling(Plan(subject=alone, rows=plan_rows(alone))) == ()
