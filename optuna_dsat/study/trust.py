@@ -32,12 +32,16 @@ _FOLDER = "studies"
 _SHOWN_CHARS = 1000
 
 
-def what_runs(spec: StudySpec, profiled: Profiled | None) -> list[str]:
-    """Summarize the commands of a study on this machine in a few lines, without secrets."""
-    return [f"  {name:<12} {one_line(text, limit_chars=_SHOWN_CHARS)}" for name, text in _facts(spec, profiled)]
+def what_runs(spec: StudySpec, profiled: Profiled | None, *, is_known: bool = False) -> list[str]:
+    """Summarize the commands of a study on this machine in a few lines, without secrets.
+
+    The packages that its launches import are counted, not listed, if this user ran it here before (``is_known``).
+    """
+    facts = _facts(spec, profiled, is_known=is_known)
+    return [f"  {name:<12} {one_line(text, limit_chars=_SHOWN_CHARS)}" for name, text in facts]
 
 
-def _facts(spec: StudySpec, profiled: Profiled | None) -> Iterator[tuple[str, str]]:
+def _facts(spec: StudySpec, profiled: Profiled | None, *, is_known: bool) -> Iterator[tuple[str, str]]:
     script = spec.script
     variables = {**script.environment, **(profiled.environment if profiled is not None else {})}
     modules = profiled.preload.modules if profiled is not None else ()
@@ -48,7 +52,9 @@ def _facts(spec: StudySpec, profiled: Profiled | None) -> Iterator[tuple[str, st
         yield "environment", hidden(shell_line(f"{name}={value}" for name, value in variables.items()))
     if spec.preload or modules:
         # The profile has some thousand modules: show only their packages.
-        names = dict.fromkeys((*(spec.preload or ()), *(name.partition(".")[0] for name in modules)))
+        names = [*dict.fromkeys((*(spec.preload or ()), *(name.partition(".")[0] for name in modules)))]
+        if is_known and (others := names[len(spec.preload or ()) :]):
+            names = [*names[: -len(others)], things_in_words(len(others), "package")]
         yield "imports", ", ".join(names) + (f" ({things_in_words(len(modules), 'module')})" if modules else "")
     yield "works in", script.cwd
     if spec.python is not None:

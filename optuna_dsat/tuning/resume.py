@@ -119,7 +119,8 @@ def spec_here(
     if not script.is_module and not Path(script.script).is_file():
         raise UsageError(f"The script {script.script} is not on this machine; say with --workdir where it lies.")
     file = script_file(here)
-    approve(what_runs(here, study.profiled), ran_here(study.stored_spec, file=file))
+    is_known = ran_here(study.stored_spec, file=file)
+    approve(what_runs(here, study.profiled, is_known=is_known), is_known)
     remember(study.stored_spec, file=file)
     return here
 

@@ -76,7 +76,7 @@ def test_what_ran_here_goes_on_and_is_shown(leave: Leave) -> None:
     code, shown = leave(*RESUME)
     assert code == 0
     assert "The study runs:" in shown
-    for text in ("train.py", "--epochs 3", "works in", "writes to"):
+    for text in ("train.py", "--epochs 3", "  imports      3 packages (", "works in", "writes to"):
         assert text in shown
     Path("train.py").write_text("print('mended')\n")
     code, shown = leave(*RESUME[:2], "--max-trials", "4", "--quiet")
@@ -117,7 +117,9 @@ def test_what_the_database_names_anew_is_not_run(leave: Leave, bench: EntryPoint
 
 def test_the_user_may_agree_and_is_not_asked_again(leave: Leave, state: Path) -> None:
     shutil.rmtree(state)
-    assert leave(*RESUME)[0] == 2
+    code, shown = leave(*RESUME)
+    assert code == 2
+    assert "  imports      numpy, torch, deepspeed (" in shown
     assert leave(*RESUME, "--trust")[0] == 0
     assert leave(*RESUME[:2], "--max-trials", "4")[0] == 0
 
