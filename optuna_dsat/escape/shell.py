@@ -42,6 +42,16 @@ def shell_line(words: Iterable[str]) -> str:
     return " ".join(map(_quoted, words))
 
 
+def install_command(requirement: str) -> str:
+    """Return the command that installs a requirement into the environment of this process, which may be a tool's."""
+    parts = Path(sys.prefix).parts
+    if "pipx" in parts:
+        return shell_line(["pipx", "runpip", Path(sys.prefix).name, "install", requirement])
+    if "uv" in parts and "tools" in parts:  # has no pip
+        return shell_line(["uv", "pip", "install", "--python", sys.executable, requirement])
+    return shell_line(["pip", "install", requirement])
+
+
 def folded(line: str, *, width: int) -> str:
     """Fold a command line into equivalent lines; a word longer than the width gets a separate line."""
     words = _WORD.findall(line)

@@ -12,6 +12,7 @@ from sqlalchemy.engine import URL
 from sqlalchemy.exc import ArgumentError, SAWarning
 
 from optuna_dsat.errors import StorageUrlError
+from optuna_dsat.escape.shell import install_command
 from optuna_dsat.runtime.files import open_regular, shortened, storable
 from optuna_dsat.secrecy.names import is_secret_name
 from optuna_dsat.secrecy.shapes import hidden
@@ -152,5 +153,5 @@ def _require_psycopg(shown: str) -> None:
         import psycopg  # noqa: F401 - only its presence matters, and only for this kind of URL
     except ImportError as error:
         raise StorageUrlError(
-            f"The storage '{shown}' needs psycopg 3 ({error}): install it with `pip install 'optuna-dsat[postgres]'`."
+            f"The storage '{shown}' needs psycopg 3 ({error}): {install_command('optuna-dsat[postgres]')}."
         ) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import shlex
 import subprocess
+import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from optuna_dsat.cli.tables import console_of, print_table
 from optuna_dsat.escape.html import figure_text, safe_figure
 from optuna_dsat.escape.markdown import Markdown, code, fenced, literal, table
 from optuna_dsat.escape.paths import OutsideError, held_inside, page_address
-from optuna_dsat.escape.shell import folded, shell_line
+from optuna_dsat.escape.shell import folded, install_command, shell_line
 from optuna_dsat.escape.terminal import CELL_CHARS, cell, one_line, plain, say, say_prose
 
 TEXTS = [
@@ -196,3 +197,17 @@ def test_no_word_of_a_table_is_cut(screen: Screen) -> None:
     with redirect_stdout(screen):
         print_table(("knob", "role", "where it applies"), rows)
     assert {"contiguous_gradients", "searched", "optimizer"} <= set(screen.getvalue().replace("\u2502", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("prefix", "command"),
+    [
+        ("/home/me/.venv", "pip install 'plotly>=6'"),
+        ("/home/me/.local/share/pipx/venvs/optuna-dsat", "pipx runpip optuna-dsat install 'plotly>=6'"),
+        ("/home/me/.local/share/uv/tools/optuna-dsat", "uv pip install --python /bin/python 'plotly>=6'"),
+    ],
+)
+def test_a_package_is_installed_where_the_tuner_is(monkeypatch: pytest.MonkeyPatch, prefix: str, command: str) -> None:
+    monkeypatch.setattr(sys, "prefix", prefix)
+    monkeypatch.setattr(sys, "executable", "/bin/python")
+    assert install_command("plotly>=6") == command

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from optuna_dsat.escape.shell import install_command
 from optuna_dsat.launch.machine.nvml import DeviceError
 from optuna_dsat.launch.places.engine import LOST_S, ClusterError, News, Order, Place
 from optuna_dsat.launch.places.ray_nodes import refuse_impossible
@@ -290,7 +291,7 @@ def join_cluster(address: str) -> bool:
         ClusterError: If Ray is not installed, or no cluster answers.
     """
     if importlib.util.find_spec("ray") is None:
-        raise ClusterError("--on ray needs Ray: pip install 'optuna-dsat[ray]', here and on all nodes.")
+        raise ClusterError(f"--on ray needs Ray: {install_command('optuna-dsat[ray]')}, here and on all nodes.")
     if address != "auto":
         _reach(address)
     import ray

@@ -19,6 +19,7 @@ from optuna.trial import Trial
 from optuna_dsat.errors import UsageError
 from optuna_dsat.escape.html import safe_figure
 from optuna_dsat.escape.paths import OutsideError, held_inside
+from optuna_dsat.escape.shell import install_command
 from optuna_dsat.report.dashboard.artifacts import FOLDER, artifacts_of, save_artifacts
 from optuna_dsat.report.dashboard.notes import keep_own_text, study_note, trial_note
 from optuna_dsat.report.figures import history_of, metric_figure, plot_memory
@@ -78,7 +79,7 @@ def is_installed() -> bool:
 def require_installed() -> None:
     """Raise ``UsageError``, with how to install it, if optuna-dashboard is missing."""
     if not is_installed():
-        raise UsageError("optuna-dashboard is not installed: pip install 'optuna-dsat[dashboard]'")
+        raise UsageError(f"optuna-dashboard is not installed: {install_command('optuna-dsat[dashboard]')}")
 
 
 def artifact_store(view: StudyView) -> FileSystemArtifactStore | None:

@@ -16,6 +16,7 @@ from optuna.trial import FrozenTrial
 from optuna_dsat.config.structures import Structure
 from optuna_dsat.errors import UsageError
 from optuna_dsat.escape.html import figure_text
+from optuna_dsat.escape.shell import install_command
 from optuna_dsat.metrics import METRICS, SMALLER_IS_BETTER
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.trials import attributes
@@ -146,7 +147,7 @@ def new_figure() -> go.Figure:
     try:
         import plotly.graph_objects as go
     except ImportError:
-        raise UsageError("plotly is not installed: pip install 'plotly>=6'") from None
+        raise UsageError(f"plotly is not installed: {install_command('plotly>=6')}") from None
 
     return go.Figure()
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from optuna_dsat.errors import UsageError
+from optuna_dsat.escape.shell import install_command
 from optuna_dsat.escape.terminal import one_line, say_prose
 from optuna_dsat.secrecy.shapes import hidden
 
@@ -71,7 +72,8 @@ def split_trackers(texts: Sequence[str] | None) -> tuple[Tracker, ...] | None:
         absent = (module for module in _MODULES[name] if sys.modules.get(module) is None)
         missing = [module for module in absent if importlib.util.find_spec(module) is None]
         if missing:
-            raise UsageError(f"--log {name} needs {' and '.join(missing)}: pip install 'optuna-integration[{name}]<6'.")
+            install = install_command(f"optuna-integration[{name}]<6")
+            raise UsageError(f"--log {name} needs {' and '.join(missing)}: {install}.")
         trackers.append(Tracker(name, value))
     return tuple(trackers) or None
 
