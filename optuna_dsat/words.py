@@ -10,7 +10,7 @@ from itertools import starmap
 from typing import Any
 
 from optuna_dsat.config.differences import knob_differences
-from optuna_dsat.config.ds_config import MICRO_BATCH
+from optuna_dsat.config.ds_config import MICRO_BATCH, MICRO_BATCH_CAP
 from optuna_dsat.config.structures import Structure
 from optuna_dsat.metrics import PER_ELEMENT, PER_JOULE
 
@@ -66,6 +66,11 @@ def count_in_words(count: float, *, digits: int = 4) -> str:
         return f"{count:,}"
     rounded = f"{count:.{digits}g}"
     return rounded if not math.isfinite(count) or abs(float(rounded)) < 1000 else f"{float(rounded):,.0f}"
+
+
+def largest_in_words(micro_batch: int) -> str:
+    """Return the largest micro-batch by the memory model, which tries none beyond ``MICRO_BATCH_CAP``."""
+    return f"{micro_batch:,}{' or more' if micro_batch >= MICRO_BATCH_CAP else ''}"
 
 
 def things_in_words(count: int, thing: str) -> str:

@@ -13,13 +13,12 @@ import typer
 
 from optuna_dsat.cli.parsing.commands import with_options
 from optuna_dsat.cli.tables import notify, print_table
-from optuna_dsat.config.ds_config import largest_in_words
 from optuna_dsat.errors import UsageError
 from optuna_dsat.escape.terminal import say_prose
 from optuna_dsat.study.options.declaration import DEFAULT_OUTPUT_DIR, DEFAULT_STORAGE, OUTPUT_DIR_ENV, STORAGE_ENV
 from optuna_dsat.study.options.parse import share
 from optuna_dsat.tuning.options.tune_options import TuneOptions
-from optuna_dsat.words import bytes_in_words, count_in_words, slot_name
+from optuna_dsat.words import bytes_in_words, count_in_words, largest_in_words, slot_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -42,7 +42,6 @@ __all__ = [
     "effective",
     "flatten",
     "knob_settings",
-    "largest_in_words",
     "merge",
     "parse_autotuning",
     "precision_of",
@@ -245,11 +244,6 @@ def batch_triangle(config: Mapping[str, Any], *, world_size: int) -> BatchTriang
     if not micro or not accumulation or train != micro * accumulation * world_size:
         raise ConfigError(_contradiction(config, train=train, world_size=world_size))
     return BatchTriangle(train_batch_size=train, micro_batch=micro, gradient_accumulation_steps=accumulation)
-
-
-def largest_in_words(micro_batch: int) -> str:
-    """Return the largest micro-batch by the memory model, which tries none beyond ``MICRO_BATCH_CAP``."""
-    return f"{micro_batch:,}{' or more' if micro_batch >= MICRO_BATCH_CAP else ''}"
 
 
 def data_parallel_ranks(config: Mapping[str, Any], ranks: int) -> int:

@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 
-from optuna_dsat.config.ds_config import largest_in_words
 from optuna_dsat.escape.terminal import say_prose
 from optuna_dsat.metrics import Interval
 from optuna_dsat.outcome import Outcome
@@ -15,6 +14,7 @@ from optuna_dsat.words import (
     bytes_in_words,
     duration_in_words,
     flops_in_words,
+    largest_in_words,
     model_in_words,
     outcome_in_words,
     params_in_words,
