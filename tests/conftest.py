@@ -6,6 +6,7 @@ import atexit
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -30,6 +31,9 @@ for number in ENDING:  # a shell starts what is in its background with Ctrl-C ig
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # compiling in every process takes a tenth of the suite's time
+sys.dont_write_bytecode = False
 
 STATE_HOME = tempfile.mkdtemp(prefix="optuna-dsat-tests-")
 """Where tests, and the processes that they start, note which studies they ran."""
@@ -142,6 +146,10 @@ def non_daemon_threads() -> set[threading.Thread]:
 
 def child_processes() -> set[psutil.Process]:
     """Return the living children of this process; what servers of wider fixtures start below them is theirs."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # no child: psutil, which reads every process of the machine, is not asked
+        return set()
     return {child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE}
 
 
