@@ -111,6 +111,8 @@ class GuidedPlanner:
         self._cached: tuple[Hashable, Candidate | None] | None = None
         """Key and result of the last call: a tuner first asks whether a candidate exists, then for the candidate."""
         self._latest: tuple[Sequence[FrozenTrial], Posterior, Observations] | None = None
+        self._posteriors: tuple[Hashable, Posterior] | None = None
+        """Key and posterior of the last observations."""
 
     def next(self, trials: Sequence[FrozenTrial], fixed: Mapping[str, Any] = MappingProxyType({})) -> Candidate | None:
         """Return the configuration to launch next, None if the search is over."""
@@ -163,8 +165,15 @@ class GuidedPlanner:
         """Return the posterior of the last trials asked for, which are asked for several times by a decision."""
         if self._latest is None or self._latest[0] is not trials:
             observations, samples = self._observed(trials)
-            self._latest = trials, Posterior(self.problem, observations, samples_limit=samples), observations
+            self._latest = trials, self._given(observations, samples), observations
         return self._latest[1:]
+
+    def _given(self, observations: Observations, samples: int | None) -> Posterior:
+        """Return the posterior given observations, which are equal from the end of a trial to the end of another."""
+        key = observations.digest(), samples
+        if self._posteriors is None or self._posteriors[0] != key:
+            self._posteriors = key, Posterior(self.problem, observations, samples_limit=samples)
+        return self._posteriors[1]
 
     def fitted_coefficients(self, trials: Sequence[FrozenTrial]) -> LogCoefficients:
         """Return the coefficients of the step-time model fitted to these trials."""
@@ -277,7 +286,7 @@ class GuidedPlanner:
         return Posterior(self.problem, observations, samples_limit=None, formula_error=formula_error)
 
     def _choose(self, observations: Observations, samples: int | None, open_rows: Numbers) -> Candidate | None:
-        posterior = Posterior(self.problem, observations, samples_limit=samples)
+        posterior = self._given(observations, samples)
         rows, sizes, acquisition = self._evaluated(posterior, open_rows)
         if not len(rows):
             return None
@@ -334,7 +343,7 @@ class GuidedPlanner:
         launches: the posterior is too sure of differences below the noise. Infinite before a metric was measured.
         """
         observations, samples = self._observed(trials)
-        posterior = Posterior(self.problem, observations, samples_limit=samples)
+        posterior = self._given(observations, samples)
         open_rows = self._open_rows(observations, {}, structure_failures(trials).avoided)
         rows, sizes, _ = self._evaluated(posterior, open_rows)
         if not len(rows):

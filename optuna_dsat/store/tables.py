@@ -11,6 +11,7 @@ Unix times in seconds, durations are in seconds, sizes in bytes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import JSON, BigInteger, Boolean, Float, Index, Integer, MetaData, String, Text, false
@@ -163,21 +164,27 @@ class HeartbeatRow(Base):
 def insert_or_skip(session: Session, model: type[Base], rows: Sequence[Mapping[str, Any]]) -> None:
     """Insert rows, with the same columns in every row; rows whose primary key exists are skipped."""
     if rows:
-        session.connection().execute(_insert(session, model).on_conflict_do_nothing(), [dict(row) for row in rows])
+        statement = _insert(session.get_bind().dialect.name, model).on_conflict_do_nothing()
+        session.connection().execute(statement, [dict(row) for row in rows])
 
 
 def insert_or_update(session: Session, model: type[Base], rows: Sequence[Mapping[str, Any]]) -> None:
     """Insert rows, with the same columns in every row and unique primary keys; existing rows are overwritten."""
     if rows:
-        statement = _insert(session, model)
-        keys = {column.name for column in statement.table.primary_key}
-        changed = {name: statement.excluded[name] for name in rows[0] if name not in keys}
-        statement = statement.on_conflict_do_update(index_elements=sorted(keys), set_=changed)
+        statement = _upsert(session.get_bind().dialect.name, model, tuple(rows[0]))
         session.connection().execute(statement, [dict(row) for row in rows])
 
 
-def _insert(session: Session, model: type[Base]) -> sqlite.Insert | postgresql.Insert:
+@cache
+def _upsert(dialect: str, model: type[Base], names: Sequence[str]) -> sqlite.Insert | postgresql.Insert:
+    statement = _insert(dialect, model)
+    keys = {column.name for column in statement.table.primary_key}
+    changed = {name: statement.excluded[name] for name in names if name not in keys}
+    return statement.on_conflict_do_update(index_elements=sorted(keys), set_=changed)
+
+
+def _insert(dialect: str, model: type[Base]) -> sqlite.Insert | postgresql.Insert:
     from sqlalchemy.dialects import postgresql, sqlite
 
-    insert = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
+    insert = sqlite.insert if dialect == "sqlite" else postgresql.insert
     return insert(model.metadata.tables[model.__tablename__])

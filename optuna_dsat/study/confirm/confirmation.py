@@ -30,7 +30,7 @@ from optuna_dsat.study.confirm.finalists import (
 )
 from optuna_dsat.study.confirm.rounds import MIN_ROUNDS, RoundLaunch, Rounds, is_precise, order_of_round, paired_ratio
 from optuna_dsat.study.confirm.speeds import speed_of, with_efficiency
-from optuna_dsat.study.confirm.verdict import Verdict, VerdictKind, verdict_of
+from optuna_dsat.study.confirm.verdict import Verdict, VerdictKind, noise_in_rounds, verdict_of
 from optuna_dsat.study.context import SearchContext
 from optuna_dsat.study.progress import FinalistMeasured, FinalistStarted
 from optuna_dsat.study.requests import launch_request
@@ -150,8 +150,7 @@ class Confirmation:
 
     def _noise(self, rounds: Rounds, trials: Sequence[FrozenTrial]) -> float | None:
         """Return the relative standard deviation between launches, by the search before there are enough rounds."""
-        verdict = verdict_of(trials, rounds, self._spec)
-        noise = None if verdict is None else verdict.noise
+        noise = noise_in_rounds(trials, rounds, self._spec)
         if noise is None or noise.degrees < _FEWEST_DEGREES:
             return self._context.method.noise(trials)
         return noise.relative_sd

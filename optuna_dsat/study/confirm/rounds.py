@@ -11,6 +11,7 @@ import random
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 from optuna_dsat.config.record import Record
@@ -183,16 +184,17 @@ class Noise:
 def paired_ratio(values: Mapping[int, float], others: Mapping[int, float], *, maximize: bool) -> Interval | None:
     """Return the geometric mean of two configurations' ratios in common rounds, 95% by Student's t; None without."""
     sign = 1.0 if maximize else -1.0
-    logs = [sign * math.log(values[key] / others[key]) for key in sorted(values.keys() & others.keys())]
+    logs = tuple(sign * math.log(values[key] / others[key]) for key in sorted(values.keys() & others.keys()))
     return _mean_of(logs) if logs else None
 
 
 def mean_in_rounds(values: Sequence[float]) -> Interval:
     """Return the geometric mean of a configuration's launches with its 95% interval (Student's t, on logarithms)."""
-    return _mean_of([math.log(value) for value in values])
+    return _mean_of(tuple(math.log(value) for value in values))
 
 
-def _mean_of(logs: Sequence[float]) -> Interval:
+@lru_cache(maxsize=1024)  # a verdict, and the next, ask for the same ratios again and again
+def _mean_of(logs: tuple[float, ...]) -> Interval:
     mean, count = statistics.fmean(logs), len(logs)
     if count < 2:
         return Interval(value=math.exp(mean), rounds=count)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
+from functools import cached_property
 from typing import Any
 
 from optuna.trial import FrozenTrial
@@ -185,6 +186,12 @@ def verdict_of(trials: Sequence[FrozenTrial], rounds: Rounds, spec: StudySpec) -
     return judge.by_rounds() if judge.paired else judge.by_search()
 
 
+def noise_in_rounds(trials: Sequence[FrozenTrial], rounds: Rounds, spec: StudySpec) -> Noise | None:
+    """Return the noise of the verdict; None without a verdict or two launches of a configuration."""
+    judge = _Judge(trials, rounds, spec)
+    return judge.noise if judge.permitted else None
+
+
 class _Judge:
     """Computes the verdict on a study."""
 
@@ -334,7 +341,12 @@ class _Judge:
         return min(smallest, key=lambda number: (self._differing(number), -self._score(number)))
 
     def _batch(self, number: int) -> int:
-        return attributes.train_batch_size(self._trials[number], slots=self._slots)
+        return self._batches[number]
+
+    @cached_property
+    def _batches(self) -> dict[int, int]:
+        items = self._trials.items()
+        return {number: attributes.train_batch_size(trial, slots=self._slots) for number, trial in items}
 
     def _differing(self, number: int) -> int:
         """Return the number of settings that differ from the user's config; 0 without a baseline."""
