@@ -74,10 +74,12 @@ def _show_configs(result: StudyResult) -> None:
     if result.same_batch is not None and not result.same_batch.is_user_config:
         at_batch = f"At your global batch, trial {result.same_batch.trial}"
         configs = [(at_batch, result.same_batch), (f"Fastest, trial {result.trial}", result)]
+    shown = ""
     for what, config in configs:
         say(f"{what}: {config.config_path}")
-        if config.model_change:
+        if config.model_change not in ("", shown):
             say_prose(config.model_change)
+        shown = config.model_change
         say("Train with it:")
         say(f"  {config.command}")
 

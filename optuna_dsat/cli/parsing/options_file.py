@@ -59,7 +59,8 @@ class OptionsFile:
             if not any(_find(command, name) for command in commands.values()):
                 raise self._unknown(name, commands.values())
         defaults: dict[str, Any] = {}
-        taken, refused = set(), {}
+        taken: set[str] = set()
+        refused: dict[str, UsageError] = {}
         for path, command in commands.items():
             own = self._of_command(by_command, path, root)
             for name in own:
