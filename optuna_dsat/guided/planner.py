@@ -26,7 +26,7 @@ The search ends under either of two conditions:
 - No launch has an expected improvement of at least ``min_gain`` (as in Jones et al. 1998), or more if it is longer than
   the shortest of the best configurations; and ``_TOGETHER`` launches together are not expected to gain ``min_gain``
   each (``Prospects.worth_of_launches``). With noise, a single launch provides little information but many together
-  provide much. While only single launches are worth their cost, only these are made.
+  provide much.
 - The remaining gain is, with 90% probability, below the noise between launches of a configuration (``remaining``), so
   that resolving it needs more launches than it is worth.
 
@@ -322,11 +322,12 @@ class GuidedPlanner:
         relative = posterior.relative_costs(acquisition)
         short = relative <= _LONG
         paying = short | ~posterior.is_dear(acquisition)
-        worth = paying & (acquisition.gain >= self.min_gain * np.maximum(1.0, relative))
-        allowed = worth
-        if short.any() and self._goes_on(posterior.prospects(rows[short], sizes[short])):
-            allowed = paying if worth.any() else short
-        return rows[allowed], sizes[allowed], acquisition.take(allowed)
+        if np.any(paying & (acquisition.gain >= self.min_gain * np.maximum(1.0, relative))):
+            return rows[paying], sizes[paying], acquisition.take(paying)
+        rows, sizes, acquisition = rows[short], sizes[short], acquisition.take(short)
+        if not len(rows) or not self._goes_on(posterior.prospects(rows, sizes)):
+            return rows[:0], sizes[:0], acquisition.take(np.arange(0))
+        return rows, sizes, acquisition
 
     def _goes_on(self, prospects: Prospects | None) -> bool:
         """Return whether several launches together are worth their cost, though no single launch is."""

@@ -224,11 +224,9 @@ def test_where_one_launch_teaches_little_a_search_goes_on_while_many_together_ga
         assert (again.next(study.trials) is not None) == goes_on
 
 
-@pytest.mark.parametrize(
-    ("together", "cost", "expected"), [(0.0, 1.0, 1), (0.0, 0.1, 1), (0.0, 3.0, 0), (9.9, 1.0, 10**6)]
-)
-def test_while_only_single_launches_are_worth_their_cost_only_these_are_made(
-    kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, together: float, cost: float, expected: int
+@pytest.mark.parametrize(("gain", "cost", "goes_on"), [(0.02, 1.0, True), (0.02, 3.0, False), (0.009, 0.1, False)])
+def test_a_launch_is_worth_its_cost_by_the_least_gain_or_more_if_it_is_long(
+    kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, gain: float, cost: float, goes_on: bool
 ) -> None:
     """Short launches of slow configurations kept a search going, in which others were launched that gained nothing."""
     problem = Problem(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=small_space())
@@ -237,14 +235,12 @@ def test_while_only_single_launches_are_worth_their_cost_only_these_are_made(
     machine.run(study, 3)
     posterior, observations = planner._searched(study.trials)
     rows, sizes, acquisition = planner._evaluated(posterior, planner._open_rows(observations, {}, ()))
-    gain = np.full(len(rows), 0.009)
-    gain[0] = 0.02
     monkeypatch.setattr(Posterior, "relative_costs", lambda _self, given: np.full(len(given.gain), cost))
     monkeypatch.setattr(Posterior, "paying_sizes", lambda _self, rows: np.full(len(rows), np.inf))
-    monkeypatch.setattr(Prospects, "worth_of_launches", lambda *_: together)
-    monkeypatch.setattr(Prospects, "remaining", lambda _: math.inf)
-    left, *_ = planner._worth_launching(posterior, rows, sizes, replace(acquisition, gain=gain))
-    assert len(left) == min(expected, len(rows))
+    monkeypatch.setattr(Prospects, "worth_of_launches", lambda *_: 0.0)
+    acquisition = replace(acquisition, gain=np.full(len(rows), gain))
+    left, *_ = planner._worth_launching(posterior, rows, sizes, acquisition)
+    assert bool(len(left)) is goes_on
 
 
 def test_where_no_launch_pays_by_itself_no_long_one_is_made(
