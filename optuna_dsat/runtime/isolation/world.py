@@ -283,7 +283,7 @@ def _mount_world(
     for number, (path, lower) in enumerate(lowers.items()):
         try:
             layers.mount(path, lower, str(number))
-            within = [folder for folder in used if _mount_of(folder, covered) == path]
+            within = [folder for folder in used if _mount_of(folder, [*covered, *world.passed]) == path]
             if unprivileged and (name := _unmappable(path, within)):
                 mounts.unmount(path)
                 raise OSError(errno.EOVERFLOW, f"{name} belongs to another user, or not to this user's first group")
