@@ -180,6 +180,21 @@ def test_a_search_that_ends_looks_once_more(monkeypatch: pytest.MonkeyPatch, tmp
     assert text == ["Removed what a killed run had left: 1 temporary folder."]
 
 
+def test_folders_without_permissions_are_removed_at_any_depth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # other users cannot enter the folders above
+    deep, user = Path("world/work/incompat/volatile"), os.geteuid() or 65534
+    deep.mkdir(parents=True)
+    for path in (Path(), deep, *deep.parents[:-1]):
+        os.chown(path, user, -1)
+    for path in (deep, deep.parent):
+        path.chmod(0)
+    before = os.geteuid()
+    os.seteuid(user)  # root needs no permissions
+    journal._remove_folder(Path("world"))
+    os.seteuid(before)
+    assert not Path("world").exists()
+
+
 def test_a_search_that_ends_leaves_no_lock_of_a_build(tmp_path: Path) -> None:
     (lock := tmp_path / "cpu_adam" / "lock").parent.mkdir()
     lock.touch()

@@ -268,16 +268,14 @@ def remove_noted(record: Path, *, seen: Collection[Path] = ()) -> Counter[str]:
 
 def _remove_folder(folder: Path) -> None:
     """Remove a folder, including subfolders whose permissions a script or an overlay has restricted."""
-
-    def open_and_retry(remove: Callable[..., Any], path: str, _error: Any) -> None:
-        with contextlib.suppress(OSError):
-            Path(path).parent.chmod(0o700)
-            Path(path).chmod(0o700)
-            (shutil.rmtree if Path(path).is_dir() else remove)(path)
-
     with contextlib.suppress(OSError):
         folder.chmod(0o700)
-    shutil.rmtree(folder, onerror=open_and_retry)
+    for root, names, _ in os.walk(folder):
+        for path in (Path(root, name) for name in names):
+            with contextlib.suppress(OSError):
+                if not path.is_symlink():
+                    path.chmod(0o700)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove_file(value: Any) -> bool:
