@@ -135,7 +135,16 @@ def test_folders_of_other_users_which_a_user_namespace_cannot_copy_are_no_part_o
     users = tmp_path.stat().st_uid
     monkeypatch.setattr(os, "geteuid", lambda: users + 1)
     assert str(tmp_path) in covered(tmp_path, [])
-    (tmp_path / "colleagues").mkdir()
+    (mine := tmp_path / "colleagues" / "mine").mkdir(parents=True)
+    lstat: Any = os.lstat
+
+    def owned(path: str) -> os.stat_result:
+        state = lstat(path)
+        return os.stat_result((*state[:4], users + 1, *state[5:])) if path == str(mine) else state
+
+    monkeypatch.setattr(os, "lstat", owned)
+    assert str(tmp_path / "colleagues") in covered(mine, [])
+    monkeypatch.setattr(os, "lstat", lstat)
     assert _unmappable(str(tmp_path), [str(tmp_path)]) == str(tmp_path / "colleagues")
     tmp_path.chmod(0o1777)
     assert _unmappable(str(tmp_path), [str(tmp_path)]) == ""

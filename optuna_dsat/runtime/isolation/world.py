@@ -172,18 +172,22 @@ def covered_folders(
     wanted |= {point for point, kind in points.items() if kind not in _NO_FILES and _is_below(point, wanted)}
     names: list[str] = []
     for folder in sorted(wanted):
-        above = [other for other in names if _is_below(folder, [other])]
-        if above and _mount_of(folder, points) == _mount_of(above[-1], points) and _is_copied(folder, above[-1]):
-            continue
-        if os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK):
-            names.append(folder)
-    return names
+        above, top = _mount_of(folder, names), folder
+        if above in names and _mount_of(folder, points) == _mount_of(above, points):
+            top = _top_of_overlay(folder, above)
+        if top not in names and os.path.isdir(top) and os.access(top, os.W_OK | os.X_OK):
+            names.append(top)
+    return sorted(names)
 
 
-def _is_copied(folder: str, above: str) -> bool:
-    """Return whether an overlay on a folder above can copy a folder, and the folders between both."""
-    between = [path for path in (folder, *map(str, Path(folder).parents)) if path != above and _is_below(path, [above])]
-    return os.geteuid() == 0 or all(os.lstat(path).st_uid == os.geteuid() for path in between)
+def _top_of_overlay(folder: str, above: str) -> str:
+    """Return ``above`` if an overlay there can copy a folder, else the highest folder below it from which one can."""
+    top = path = folder
+    while path != above and os.geteuid() != 0:
+        if os.lstat(path).st_uid != os.geteuid():  # its top is not copied
+            return path if os.access(path, os.W_OK | os.X_OK) else top
+        top, path = path, os.path.dirname(path)
+    return above
 
 
 def named_folders(cwd: str, arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
