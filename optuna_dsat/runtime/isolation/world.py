@@ -325,15 +325,16 @@ def _unmappable(path: str, used: Iterable[str]) -> str:
     """
     no_group = int(Path("/proc/sys/kernel/overflowgid").read_text(encoding="ascii"))
     for folder in used:
-        above = [parent for parent in map(str, Path(folder).parents) if parent != path and _is_below(parent, [path])]
+        above = (each for each in map(str, Path(folder).parents) if each != path and _is_below(each, [path]))
+        places = [folder, *above]
         names = os.listdir(folder)[:_MOST_ENTRIES] if os.access(folder, os.R_OK) else []
-        for each in (folder, *above, *(os.path.join(folder, name) for name in names)):
+        for each in (*places, *(os.path.join(folder, name) for name in names)):
             with contextlib.suppress(OSError):  # gone
                 status = os.lstat(each)
                 unknown = status.st_gid == no_group != os.getegid()
                 if status.st_uid != os.geteuid():  # in a folder such as /tmp, the script has no part in them
-                    is_apart = each == path or os.stat(os.path.dirname(each)).st_mode & stat.S_ISVTX
-                    unknown = not is_apart and not os.path.islink(each) and os.access(each, os.W_OK)
+                    is_part = each not in places and not os.stat(folder).st_mode & stat.S_ISVTX
+                    unknown = is_part and not os.path.islink(each) and os.access(each, os.W_OK)
                 if unknown:
                     return each
     return ""
