@@ -104,24 +104,29 @@ def _trial_table(
     from optuna_dsat.study.confirm.speeds import speed_of
     from optuna_dsat.words import KNOBS_APART, count_in_words, outcome_in_words, times_in_words
 
-    def speed(row: Mapping[str, Any], value: float | None) -> str:
-        if value is None:
+    measured = {} if study.verdict is None else study.verdict.measured
+
+    def speed(row: Mapping[str, Any]) -> str:
+        return study.speed(measured[row["number"]]).brief if row["number"] in measured else ""
+
+    def searched_speed(row: Mapping[str, Any]) -> str:
+        if row["value"] is None:
             return ""
-        return speed_of(row["metrics"], value, metric=study.metric, device=study.spec.device).brief
+        return speed_of(row["metrics"], row["value"], metric=study.metric, device=study.spec.device).brief
 
     user = None if study.baseline is None else study.baseline.searched_value
-    speeds = [[speed(row, _measured_value(row)), speed(row, row["value"])] for row in rows]
+    speeds = [[speed(row), searched_speed(row)] for row in rows]
     shared = all(text.endswith(_UNIT) for pair in speeds for text in pair if text)
     if shared:
         speeds = [[text.removesuffix(_UNIT) for text in pair] for pair in speeds]
     table: list[list[object]] = []
-    for row, (measured, searched) in zip(rows, speeds, strict=True):
+    for row, (shown, searched) in zip(rows, speeds, strict=True):
         config, _, settings = (row["configuration"] or "").partition(KNOBS_APART)
         structure, _, micro_batch = config.partition(", micro-batch ")
         value = _measured_value(row)
         ratio = row["speed_up"] or (value and speed_up(row["value"], user, maximize=study.maximize))
         times, mark = times_in_words(ratio) if ratio else "", "yes" if row["handed_over"] else ""
-        facts = [row["number"], structure, micro_batch, measured or outcome_in_words(row["outcome"] or row["state"])]
+        facts = [row["number"], structure, micro_batch, shown or outcome_in_words(row["outcome"] or row["state"])]
         per_joule = row["metrics"].get(PER_JOULE)
         used = [count_in_words(per_joule) if per_joule else ""] if energy else []
         table.append([*facts, *used, times, mark, searched, settings, row["reason"], row["message"]])

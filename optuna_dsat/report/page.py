@@ -354,7 +354,7 @@ def _launches(view: StudyView, links: Links | None) -> Iterator[Mapping[str, Any
         if value is None:
             return None
         number = scale * value
-        return Cell(text=count_in_words(number), share=100 * number / most if bar else 0.0)
+        return Cell(text=count_in_words(number), share=100 * number / most if bar and most else 0.0)
 
     def memory(count: int | None, *, bar: bool = False) -> Cell | None:
         share = 100 * (count or 0) / device if bar and device else 0.0

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from optuna_dsat.errors import UsageError
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report import figures
 from optuna_dsat.report.cards import answers_of
@@ -104,6 +105,13 @@ def test_a_training_has_a_time_and_a_cost_without_a_measurement_of_the_users_con
     hours = 2 * 10_000_000 / present(present(view.best).samples_per_s) / 3600
     cards = Page(render(view, training=training)).cards
     assert cards["An epoch"][1] == f"on 10,000,000 samples: {2.5 * hours:,.2f} at 2.50 per GPU hour"
+
+
+def test_a_study_of_a_phase_that_the_engine_does_not_show_has_a_report(bench: ReportedStudyBench) -> None:
+    launch = SimulatedResult(startup_s=1, forward_s=0.1, backward_s=0.2)
+    with pytest.raises(UsageError, match="does not show this phase"):
+        bench.run(bench.spec(metric="step"), Hill(override=lambda _: launch))
+    assert "0 ms" in Page(render(bench.view())).text
 
 
 def test_what_a_training_takes_is_told_of_the_own_config_too_and_each_launch_by_what_it_was_for(

@@ -282,3 +282,13 @@ def test_what_deepspeed_does_not_tell_apart_is_no_difference_from_the_users_conf
     assert "stage" in changed
     assert not changed & idle.keys()
     assert idle.items() <= result.config["zero_optimization"].items()
+
+
+def test_a_duration_of_the_rounds_has_its_samples_in_the_table_of_trials_as_in_the_result(
+    bench: ReportedStudyBench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = bench.run(bench.spec(max_trials=3, metric="step", confirm=1), Hill(), noise=0.02)
+    assert result.verdict.is_by_rounds
+    value = result.verdict.result.speed(metric="step", device="cuda").brief
+    assert "samples/s" in value
+    assert f" {value} " in command(bench, capsys, "trials", "s")
