@@ -162,7 +162,7 @@ class StudyResult:
     advice: str = ""
     """Suggested changes to the script; empty without any."""
     failures: str = ""
-    """Structures without a successful launch, with their errors; empty without any."""
+    """Structures without a successful launch, and finalists that failed in the rounds, with their errors."""
     launches: Mapping[str, int]
     """Outcome -> number of trial launches; the launch that simplifies the best trial is one beyond ``--max-trials``."""
     continued: int = 0
@@ -308,7 +308,7 @@ def result_of(
             )
         ).strip(),
         advice="" if profiled is None else _advice(study, profiled, complete, launches, settings_written=writes_batch),
-        failures=describe_structure_failures(study.trials),
+        failures=" ".join(filter(None, (describe_structure_failures(study.trials), rounds.failures_in_words()))),
         continued=sum(bool(row.report.root) for row in launches if _is_of_trial(row)),
         launches=dict(Counter(row.report.outcome.value for row in launches if _is_of_trial(row))),
         slot_minutes=sum(row.report.held_s * len(row.report.devices) for row in launches) / 60,

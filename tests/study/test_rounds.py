@@ -340,3 +340,17 @@ def test_the_order_of_a_round_is_drawn_anew_and_the_same_for_whoever_continues_i
     assert all(sorted(order) == [0, 1, 2, 3] for order in orders)
     assert len({tuple(order) for order in orders}) > 10
     assert {order[0] for order in orders} == {0, 1, 2, 3}
+
+
+def test_finalists_that_fail_in_the_rounds_are_named_with_their_errors(bench: StudyBench) -> None:
+    class Tiring(Hill):
+        def run(self, ds_config: Mapping[str, Any], slots: int) -> SimulatedResult:
+            is_own = ds_config["train_micro_batch_size_per_gpu"] == 2
+            if len(self.configs) >= 3 and not is_own:
+                return SimulatedResult(outcome=Outcome.SCRIPT_ERROR, startup_s=1, message="ValueError: step 9")
+            return super().run(ds_config, slots)
+
+    result = bench.run(bench.spec(max_trials=3, confirm=1), Tiring())
+    assert result.verdict.is_baseline
+    assert result.failures.startswith("Could not be measured again, with more steps: trial ")
+    assert "(ValueError: step 9)" in result.failures

@@ -145,6 +145,11 @@ class Rounds(Record):
             rows.append(row | facts)
         return rows
 
+    def failures_in_words(self) -> str:
+        """Return the trials that could not be measured, with their errors; empty without any."""
+        failed = [f"trial {row['number']} ({row['message']})" for row in self.finalists() if row["value"] is None]
+        return f"Could not be measured again, with more steps: {', '.join(failed)}." if failed else ""
+
     def begun(self, round_number: int) -> Sequence[int]:
         """Return the trials that were already launched in a round."""
         return [launch.number for launch in self.launches if launch.round == round_number]
