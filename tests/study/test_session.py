@@ -178,6 +178,9 @@ def test_when_nothing_fits_the_message_names_what_was_tried_and_missing_memory(b
     message = str(caught.value)
     assert "ZeRO 3 + parameter offload and optimizer offload" in message
     assert "short of 3072 MiB" in message
+    assert "--zero-stages" not in message, "all were tried"
+    with pytest.raises(NothingRunnableError, match="allow ZeRO 3 with --zero-stages"):
+        bench.run(bench.spec(name="fewer", zero_stages=(1, 2)), Hill(override=lambda _: full))
 
 
 def test_when_no_trial_is_measured_the_message_has_the_commonest_failure(bench: StudyBench) -> None:

@@ -242,9 +242,10 @@ def measure_profile(
         pipeline = record.engine is not None and record.engine.pipeline
         missing = "" if report.missing_bytes is None else f", short of {report.missing_bytes / 2**20:.0f} MiB"
         tried.append(f"{attempt.words} ({outcome_in_words(report.outcome)}{missing})")
+    more = "" if 3 in spec.stages else "allow ZeRO 3 with --zero-stages, "
     raise NothingRunnableError(
         f"The model does not fit at micro-batch {attempt.micro_batch}. Tried: " + "; ".join(tried) + ". "
-        "Free device memory, allow more ZeRO stages with --zero-stages, use more GPUs, or make the model smaller."
+        f"Free device memory, {more}use more GPUs, or make the model smaller."
     )
 
 
