@@ -7,7 +7,6 @@ from dataclasses import fields, replace
 
 import optuna
 
-from optuna_dsat.config.ds_config import MICRO_BATCH
 from optuna_dsat.guided.prior_knowledge import PriorKnowledge
 from optuna_dsat.launch.follow import SlotWait
 from optuna_dsat.launch.protocol import Launcher
@@ -20,7 +19,7 @@ from optuna_dsat.study.profile.fingerprint import fingerprint
 from optuna_dsat.study.profile.host import check_nvme
 from optuna_dsat.study.profile.permission import refused_in_words, refused_knobs
 from optuna_dsat.study.profile.profiled import Profiled
-from optuna_dsat.study.profile.script import enqueue_user_config
+from optuna_dsat.study.profile.script import enqueue_user_config, stated_micro_batch
 from optuna_dsat.study.profile.turn import ProfileTurn
 from optuna_dsat.study.progress import Message, Observer, Phase
 from optuna_dsat.study.result import StudyResult
@@ -106,7 +105,9 @@ class Session:
         if profiled.trainer is not None:
             self._context.say(profiled.trainer.announcement())
         if profiled.batch is not None:
-            self._context.say(profiled.batch.announcement(stated=self.spec.ds_config.get(MICRO_BATCH)))
+            configured = replace(profiled, batch=None).followed_by(self.spec)
+            stated = stated_micro_batch(configured, ranks=profiled.data_parallel_size)
+            self._context.say(profiled.batch.announcement(stated=stated))
         found = {
             "ZeRO stage": profiled.stage_option,
             "accumulation steps": profiled.accumulation_option,

@@ -30,6 +30,14 @@ def user_train_batch_size(spec: StudySpec, *, ranks: int) -> int:
     return ds_config.batch_triangle(config, world_size=ranks).train_batch_size
 
 
+def stated_micro_batch(spec: StudySpec, *, ranks: int) -> int | None:
+    """Return the micro-batch that the user's config gives, perhaps by its global batch; None if it gives neither."""
+    config = ds_config.effective(spec.ds_config)
+    if not any(isinstance(config.get(key), int) for key in (ds_config.TRAIN_BATCH, ds_config.MICRO_BATCH)):
+        return None
+    return ds_config.batch_triangle(config, world_size=ranks).micro_batch
+
+
 def user_config(spec: StudySpec, *, data_parallel_size: int | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the user's config with explicit batch sizes, and the overlay that makes them explicit.
 
