@@ -89,10 +89,11 @@ def test_variables_of_the_shell_that_the_script_reads_are_named(
     monkeypatch.setenv("SIZE", "big")
     monkeypatch.setenv("MODE", "fast")
     monkeypatch.setenv("SET", "by the script")
+    monkeypatch.setenv("BIG", "a value, not a key")
     monkeypatch.setenv("HF_TOKEN", "hf_QkZrTnWvXyBcDfGhJkLmNpQrStVwXyZa")
     (bench.folder / "train.py").write_text(
         "import os\nos.environ['SIZE'], os.getenv('MODE'), os.environ['LOCAL_RANK'], os.environ['HF_TOKEN']\n"
-        "os.environ['SET'] = '1'\n"
+        "os.environ['SET'] = '1'\nis_big = os.environ['SIZE'] == 'BIG'\n"
     )
     options = RandomOptions(script="train.py", ds_config="ds.json", cpu_ranks=2, env={"MODE": "slow"})
     (note,) = (note for note in prepare("random", Given(options=options, origins={})).notes if "environment" in note)

@@ -100,15 +100,25 @@ def reads_input(script: str, *, is_module: bool, cwd: Path, python: str | None =
 
 
 def mentioned(names: Iterable[str], script: str, *, is_module: bool, cwd: Path, python: str | None = None) -> list[str]:
-    """Return the subset of names that are string literals of a script or of user files that it imports.
+    """Return the subset of names by which a script, or a user file that it imports, may read the environment.
 
-    The key of an assignment, as in ``os.environ["NAME"] = "1"``, does not count.
+    The key of an assignment, as in ``os.environ["NAME"] = "1"``, does not count, nor a value, as in ``x == "NAME"``.
     """
-    literals = set()
-    for nodes, _ in _files(script, is_module=is_module, cwd=cwd, python=python):
-        assigned = {node.slice for node in nodes if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)}
-        literals |= {node.value for node in nodes if isinstance(node, ast.Constant) and node not in assigned}
+    files = _files(script, is_module=is_module, cwd=cwd, python=python)
+    keys = (key for nodes, _ in files for node in nodes for key in _keys(node))
+    literals = {key.value for key in keys if isinstance(key, ast.Constant)}
     return [name for name in names if name in literals]
+
+
+def _keys(node: ast.AST) -> Sequence[ast.expr]:
+    """Return the parts of a node that may be keys which it reads: a subscript, an argument, the left of an ``in``."""
+    if isinstance(node, ast.Subscript):
+        return () if isinstance(node.ctx, ast.Store) else (node.slice,)
+    if isinstance(node, ast.Call):
+        return [*node.args[:1], *(keyword.value for keyword in node.keywords if "env" in (keyword.arg or ""))]
+    if isinstance(node, ast.Compare):
+        return (node.left,) if isinstance(node.ops[0], ast.In | ast.NotIn) else ()
+    return getattr(getattr(node, "iter", None), "elts", ())  # a loop over names
 
 
 _SIGNATURE_PARSERS = frozenset({"transformers", "trl", "fire", "tyro", "simple_parsing", "jsonargparse", "typer"})
