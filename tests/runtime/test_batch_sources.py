@@ -404,6 +404,17 @@ def test_a_loader_that_has_fed_a_single_batch_has_prefetched_others() -> None:
     assert [len(next(batches)[0]) for _ in range(4)] == [2, 2, 1, 1]
 
 
+def test_a_loader_whose_batches_are_read_ahead_feeds_the_engine() -> None:
+    fed = Fed()
+    made = sources(fed=fed)
+    of_evaluation, of_training = DataLoader(data(), 5), DataLoader(data(), 2)
+    assert sizes(of_evaluation) == [5, 5]
+    batches = iter(of_training)
+    assert [len(next(batches)[0]) for _ in range(2)] == [2, 2]
+    fed.count += 2
+    assert [item["trains"] for item in made.event(rank=0).loaders] == [False, True]
+
+
 def test_batches_prefetched_before_a_change_are_counted_in_their_size() -> None:
     fed = Fed()
     made = sources(fed=fed)

@@ -13,6 +13,7 @@ import contextlib
 import os
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from fractions import Fraction
 from itertools import islice
@@ -99,6 +100,10 @@ class BatchSources:
     def event(self, *, rank: int, places: Sequence[Place] = ()) -> BatchSourcesFound:
         """Return everything recorded until now."""
         known = [loader for loader in self._loaders if loader.batch_size is not None or loader.samples is not None]
+        if not any(loader.trains for loader in known):  # its batches were read ahead of the engine's first steps
+            for loader in known:
+                iteration = loader.iteration()
+                loader.trains = iteration is not None and iteration.feeds
         loaders = [loader.described() for loader in known]
         return BatchSourcesFound(
             rank=rank,
@@ -213,7 +218,10 @@ class BatchSources:
                     return batches
                 return RegroupedBatches(batches, scale=lambda: self._scale_of(noted))
 
-            return _Iteration(begin, loader=noted, fed=self._fed, repeat=self._repeat, yielded=yielded)
+            iteration = _Iteration(begin, loader=noted, fed=self._fed, repeat=self._repeat, yielded=yielded)
+            if noted is not None:
+                noted.iteration = weakref.ref(iteration)
+            return iteration
 
     def _scale_of(self, loader: _Loader | None) -> Fraction:
         return self._scale if loader is not None and loader.trains else Fraction(1)
@@ -248,6 +256,8 @@ class _Loader:
         """Whether each rank loads the whole dataset, because the sampler does not shard it."""
         self.trains = False
         """Whether the engine received inputs during the iteration."""
+        self.iteration: Callable[[], _Iteration | None] = lambda: None
+        """The latest iteration; None once the script has dropped it."""
         self.prefetched = 0
         """Batches that its workers have ready or in preparation."""
         self._scale = self._next_scale = Fraction(1)
@@ -346,6 +356,11 @@ class _Iteration:
         self._before = fed()
         self._inner = start()
 
+    @property
+    def feeds(self) -> bool:
+        """Whether the engine received inputs since it began."""
+        return self._fed() > self._before
+
     def __iter__(self) -> _Iteration:
         return self
 
@@ -355,7 +370,7 @@ class _Iteration:
         return batch
 
     def _next(self) -> Any:
-        feeds = self._fed() > self._before
+        feeds = self.feeds
         if feeds and self._loader is not None:
             self._loader.trains = True
         try:
