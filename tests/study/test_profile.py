@@ -401,7 +401,7 @@ def test_the_users_own_micro_batch_is_the_one_that_the_script_means(bench: Study
     left = {key: value for key, value in spec.ds_config.items() if key != "train_micro_batch_size_per_gpu"}
     assert profile.own_batch(spec.model_copy(update={"ds_config": left}), record).micro_batch == 6
     failed: Any = SimpleNamespace(engine=None, trainer=None, batch_sources=None)
-    assert profile.own_batch(spec, failed).micro_batch == 1
+    assert [profile.own_batch(spec, failed, compares=does).micro_batch for does in (False, True)] == [1, 2]
     sizes = {"micro_batch": 3, "gradient_accumulation_steps": 2}
     failed.trainer = TrainerFound(rank=0, time=1.0, framework="transformers", options={}, **sizes)
     assert profile.own_batch(spec.model_copy(update={"ds_config": {}}), failed).micro_batch == 3

@@ -230,9 +230,10 @@ def measure_profile(
         parts = {**record.config_differences, **parts}
         only_zero_3 |= record.needs_zero_3 and 3 in spec.stages
         if not (report.outcome.infeasible or (record.needs_zero_3 and only_zero_3)):
-            own = own_batch(spec, record)
+            error = report.cause.partition(":")[0]
+            own = own_batch(spec, record, compares=error == "AssertionError")
             at_own = attempt.with_least(own.micro_batch, own.gradient_accumulation_steps)
-            if at_own == attempt or report.cause.partition(":")[0] in _NEVER_OF_BATCHES:
+            if at_own == attempt or error in _NEVER_OF_BATCHES:
                 raise _failure(spec, report, record)
             least, accumulation = at_own.micro_batch, at_own.accumulation
             if match := _DIVISIBLE.search(report.message):
@@ -271,14 +272,16 @@ def _request(spec: StudySpec, attempt: ProfileAttempt, *, number: int) -> Launch
     )
 
 
-def own_batch(spec: StudySpec, record: LaunchRecord) -> ds_config.BatchTriangle:
+def own_batch(spec: StudySpec, record: LaunchRecord, *, compares: bool = False) -> ds_config.BatchTriangle:
     """Return the user's batch sizes if a launch had an engine or a trainer's arguments, else batch sizes of 1.
+
+    A script that ``compares`` its config file with its own settings may do so before it has an engine.
 
     Some models do not train on a single sample (batch normalisation of a single value per channel, contrastive losses).
     Some scripts compare the engine's accumulation steps with their own, or inspect gradients between updates.
     """
     engine = record.engine
-    if engine is None and record.trainer is None:
+    if engine is None and record.trainer is None and not compares:
         return ds_config.BatchTriangle(train_batch_size=1, micro_batch=1, gradient_accumulation_steps=1)
     ranks = spec.data_parallel_ranks if engine is None else engine.data_parallel_size
     meant = follow_script(
