@@ -29,6 +29,7 @@ from optuna_dsat.runtime.adapt.side_effects import (
     redirect_accelerates_tensorboard,
     redirect_tensorboard,
     tolerate_mismatched_checkpoints,
+    tolerate_skipped_checkpoints,
 )
 from optuna_dsat.runtime.adapt.trainers import HuggingFaceHook, LightningHook
 from optuna_dsat.runtime.events import CheckpointLoaded, ConfigDiffers, EngineReady, Event, EventWriter
@@ -134,6 +135,7 @@ class DeepSpeedHook:
             watched |= self._batch_sources.callbacks()
         if self._plan.measures:
             watched["torch.optim.optimizer"] = self._optimizers_imported
+            watched["deepspeed.utils.zero_to_fp32"] = partial(tolerate_skipped_checkpoints, skipped=self._state.saves)
         if self._plan.trackers_dir:
             folder = Path(self._plan.trackers_dir) / "tensorboard"
             redirect = partial(redirect_tensorboard, folder=folder)

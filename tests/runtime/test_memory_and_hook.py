@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from optuna_dsat.runtime.adapt.side_effects import tolerate_skipped_checkpoints
 from optuna_dsat.runtime.events import RankFailed, RankFinished
 from optuna_dsat.runtime.imports import ImportWatch
 from optuna_dsat.runtime.measure.memory import (
@@ -356,3 +357,16 @@ def test_the_root_groups_of_both_versions_count_and_their_use_may_be_unknown(tmp
     (tmp_path / "memory.max").write_text(f"{9 * MIB}\n")
     group(tmp_path / "memory", limit=str(7 * MIB), usage=MIB, cache=0, v2=False)
     assert limits(tmp_path, "") == (7 * MIB, 6 * MIB)
+
+
+def test_a_checkpoint_that_was_not_written_is_converted_as_an_empty_one() -> None:
+    def read(folder: str, tag: str | None = None) -> dict[str, int]:
+        raise FileNotFoundError(f"Directory {folder}/{tag} doesn't exist")
+
+    module = SimpleNamespace(get_fp32_state_dict_from_zero_checkpoint=read)
+    skipped: list[str] = []
+    tolerate_skipped_checkpoints(module, skipped=skipped)
+    with pytest.raises(FileNotFoundError):
+        module.get_fp32_state_dict_from_zero_checkpoint("exp", tag="init")
+    skipped.append("save_checkpoint")
+    assert module.get_fp32_state_dict_from_zero_checkpoint("exp", tag="init") == {}
