@@ -123,10 +123,10 @@ def run_study(request: StudyRequest, *, observer: Observer) -> StudyRun:
         DsatError: As ``Session.run``. An interruption raises nothing: see ``StudyRun.interrupted``.
     """
     notify = _notifier(observer)
-    LeftoverWatch(os.environ, on_notice=notify).begin()
     spec = request.spec
     require_secrets(spec)
     _require_python(spec)
+    LeftoverWatch(os.environ, on_notice=notify).begin()
     if not request.relocated:
         remember(spec)
     kept = KeptResults(observer)

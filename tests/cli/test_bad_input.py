@@ -3,9 +3,11 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from optuna_dsat.launch.machine.journal import LeftoverWatch
 from tests.harness.entry_points import Run, run_apart, run_here
 
 __all__ = ["run_here"]
@@ -129,6 +131,13 @@ def test_bad_input_is_one_clear_line_and_leaves_nothing(folder: Path, tune: Run,
     assert "geheim" not in done.stderr
     assert done.stdout == ""
     assert {path.name for path in folder.iterdir()} == before
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_search_that_is_refused_looks_for_no_leftovers(tune: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It named those of the tests that ran beside this one."""
+    monkeypatch.setattr(LeftoverWatch, "begin", Mock(side_effect=AssertionError))
+    assert tune(*CASES["python-does-not-start"][0]).returncode == 2
 
 
 @pytest.mark.usefixtures("folder")
