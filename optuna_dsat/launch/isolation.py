@@ -58,7 +58,7 @@ def describe_isolation(conditions: Conditions) -> str:
         return "Trials run on your files as they are (--isolation off): what the script writes, they write."
     if conditions.isolation == "mount" and not conditions.isolation_note:
         return PROTECTED
-    writers = "what Python writes is redirected, and what other programs write is not"
+    writers = "what Python writes is redirected; what other programs, spawned workers, h5py or OpenCV write is not"
     if conditions.isolation == "mount":
         return f"{PROTECTED} Without an overlay, {writers}: {conditions.isolation_note}."
     why = f" ({conditions.isolation_note})" if conditions.isolation_note else ""

@@ -180,3 +180,16 @@ open("x" * 255, "w").close(); os.rename("x" * 255, name); print(os.listdir(".").
 """
     assert run(code, str(tmp_path / "upper"), str(folder)) == "1\n"
     assert (folder / name).read_text() == "kept"
+
+
+def test_a_process_starts_in_a_folder_that_the_script_made(tmp_path: Path) -> None:
+    folder = users(tmp_path / "users")
+    code = """
+import os, subprocess; os.chdir(sys.argv[2])
+os.mkdir("made"); open("made/in", "w").close()
+for place in ("made", Path("d")):
+    print(subprocess.run("ls", cwd=place, capture_output=True, text=True).stdout.split())
+subprocess.run(["touch", "new"], cwd="made", check=True); print(os.path.exists("made/new"))
+"""
+    assert run(code, str(tmp_path / "upper"), str(folder)) == "['in']\n['a', 'e']\nTrue\n"
+    assert not (folder / "made").exists()

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from optuna_dsat.runtime.imports import ImportWatch, replace_function
+from optuna_dsat.runtime.imports import ImportWatch, patch, replace_function
 from optuna_dsat.runtime.isolation.layer import Layer, Location, native
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
@@ -49,7 +49,7 @@ def redirect_writes(upper: Path, *, folders: Sequence[str], passed: Sequence[str
     replace_function(io, "open_code", redirection.open_code)
     shutil._use_fd_functions = False  # type: ignore[attr-defined]
     ImportWatch(
-        {name: getattr(redirection, name) for name in ("sqlite3", "torch", "safetensors", "tokenizers")}
+        {name: getattr(redirection, name) for name in ("sqlite3", "subprocess", "torch", "safetensors", "tokenizers")}
     ).install()
 
 
@@ -147,8 +147,20 @@ class _Redirection:
             native.chdir(path)
             return
         with _named(path):
-            # C code with a relative path sees the folder's own files
-            native.chdir(at.path if at.is_dir and at.visible and _is_own_dir(at.path) else at.real)
+            native.chdir(self._entered(at))
+
+    def _entered(self, at: Location) -> str:
+        """Return the folder to enter for a folder, in which C code with a relative path sees the folder's own files."""
+        return at.path if at.is_dir and at.visible and _is_own_dir(at.path) else at.real
+
+    def subprocess(self, module: ModuleType) -> None:
+        """Start processes in folders that exist in the layer only; what they write there stays there."""
+
+        @patch(module.Popen, "__init__")
+        def start(original: Any, process: Any, *args: Any, **options: Any) -> None:
+            if options.get("cwd") is not None and (at := self._find(options["cwd"])) is not None:
+                options["cwd"] = self._entered(at)
+            original(process, *args, **options)
 
     def getcwd(self) -> str:
         return self._layer.working_directory()
