@@ -59,9 +59,7 @@ def doctor(
         typer.Argument(help="Arguments of the script, after --.", metavar="[-- SCRIPT_ARGS]", show_default=False),
     ] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module's name.")] = False,
-    storage: Annotated[
-        str | None, option("--storage", help="Look whether this database can be used, too.", envvar=STORAGE_ENV)
-    ] = None,
+    storage: Annotated[str | None, option("--storage", help="Database to check, too.", envvar=STORAGE_ENV)] = None,
     output_dir: Annotated[
         Path, typer.Option("--output-dir", help="Where launches would write.", envvar=OUTPUT_DIR_ENV)
     ] = Path(DEFAULT_OUTPUT_DIR),
@@ -88,7 +86,7 @@ def doctor(
     ray_node: Annotated[list[str] | None, option("--ray-node", help="Node of it to look at (repeatable).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what this machine offers a search and what is wrong with it; exit with 3 where no launch can run."""
+    """Check whether this machine can run a search, and what limits it; exit with 3 if no launch can run."""
     from optuna_dsat.doctor.examination import examine
     from optuna_dsat.doctor.finding import exit_code, to_json
     from optuna_dsat.tuning.options.tune_options import TuneOptions
@@ -186,7 +184,7 @@ def check(
     python: Annotated[str | None, option("--python", help="Python of the script, which has DeepSpeed.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what is wrong with a DeepSpeed config, all at once and without a launch; exit with 2 if anything is."""
+    """Report all errors of a DeepSpeed config at once, without a launch; exit with 2 if it has any."""
     from optuna_dsat.config.user_file import read
     from optuna_dsat.doctor.config_check import check as findings_of
     from optuna_dsat.doctor.finding import Status, to_json

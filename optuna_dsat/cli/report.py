@@ -63,13 +63,13 @@ def report(
         ),
     ] = None,
     dataset_size: Annotated[
-        int | None, option(help="Samples of the training data, for what a training takes.", min=1)
+        int | None, option(help="Samples of the training data, for the duration of a training.", min=1)
     ] = None,
     epochs: Annotated[
         float, typer.Option(help="Epochs of the training that is to follow.", min=0.001, callback=finite)
     ] = 1.0,
     price: Annotated[
-        float | None, option(help="Price of a GPU hour, for what a training saves.", min=0.0, callback=finite)
+        float | None, option(help="Price of a GPU hour, for the cost that a training saves.", min=0.0, callback=finite)
     ] = None,
 ) -> None:
     """Write a study's report: one HTML file with figures that opens in any browser, without a network.
@@ -119,7 +119,7 @@ def explain(
     storage: Storage = DEFAULT_STORAGE,
     as_json: Json = False,
 ) -> None:
-    """Say why the winner wins, or your run is slow: knob by knob, against prediction; what to change or buy next."""
+    """Explain why the winner is faster, or your run slow, knob by knob; compare with prediction; advise what next."""
     from optuna_dsat.report.explain.explanation import explain_study
     from optuna_dsat.report.explain.prediction_gap import prediction_gap
     from optuna_dsat.report.view import read_view

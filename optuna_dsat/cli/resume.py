@@ -22,25 +22,26 @@ from optuna_dsat.tuning.options.tune_options import TuneOptions
 if TYPE_CHECKING:
     from optuna_dsat.study.spec import StudyRequest, StudySpec
 
-_MaxTrials = Annotated[int | None, option("--max-trials", help="New number of launches of trials.")]
+_MaxTrials = Annotated[int | None, option("--max-trials", help="New number of trials to measure.")]
 _MinGain = Annotated[
     float | None,
-    option("--min-gain", help="guided: new share by which something must be expected to be better."),
+    option("--min-gain", help="guided: new share by which a launch must be expected to improve the best."),
 ]
 _ConfirmTime = Annotated[
     float | None,
-    option("--confirm-time", help="New limit of the time for the rounds of finalists, in s."),
+    option("--confirm-time", help="New limit on the time for the rounds of finalists, in seconds."),
 ]
 _WaitForGpus = Annotated[
     float | None,
-    option("--wait-for-gpus", help="New limit of the wait for GPUs that others hold, in s."),
+    option("--wait-for-gpus", help="New limit on the wait for GPUs that other processes use, in seconds."),
 ]
 _Log = Annotated[list[str] | None, again(TuneOptions, "callbacks")]
 Workdir = Annotated[
-    Path | None, option("--workdir", help="Working directory, where the script lies elsewhere on this machine.")
+    Path | None, option("--workdir", help="Working directory, if the script is elsewhere on this machine.")
 ]
 Python = Annotated[
-    str | None, option("--python", help="Python of the script on this machine: an interpreter, or its folder.")
+    str | None,
+    option("--python", help="Python of the script on this machine: an interpreter, or its environment."),
 ]
 Trust = Annotated[
     bool,
@@ -87,7 +88,7 @@ def worker(
     log: _Log = None,
     quiet: Quiet = False,
 ) -> None:
-    """Join a study from another process or machine; whoever started it confirms and exports the winner."""
+    """Join a study from another process or machine; the process that started it confirms and exports the winner."""
     request = _request(name, storage, {}, workdir, python, Approval(trust, quiet), log, conclude=False)
     run_request(request, quiet=quiet, as_json=False)
 

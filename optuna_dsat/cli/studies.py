@@ -210,7 +210,7 @@ def best(
     storage: Storage = DEFAULT_STORAGE,
     output: Annotated[Path | None, option("--output", "-o", help="Write the config to this file.")] = None,
     same_batch: Annotated[
-        bool, option("--same-batch", help="The fastest config at the global batch of your config.")
+        bool, option("--same-batch", help="Print the fastest config at the global batch of your config instead.")
     ] = False,
 ) -> None:
     """Print the best configuration of a study, ready to train with."""
@@ -312,7 +312,7 @@ def _current(storage: Storage = DEFAULT_STORAGE) -> None:
 
 
 def _check(storage: Storage = DEFAULT_STORAGE) -> None:
-    """Say whether this version can use a database and read its studies; exit with 2 or 5 if not."""
+    """Check whether this version can use a database and read its studies; exit with 2 or 5 if not."""
     from optuna_dsat.store import Store, migrate
     from optuna_dsat.store.database import Database
     from optuna_dsat.study.stored import UnreadableStudy, readable_studies

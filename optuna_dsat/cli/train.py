@@ -72,7 +72,7 @@ class TrainOptions:
         Path | None, typer.Option(help="Folder of checkpoints and metrics.jsonl.  \\[default: none are written]")
     ] = None
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint, from the start where there is none.")
+        bool, typer.Option("--resume", help="Continue from the newest checkpoint; from the start if there is none.")
     ] = False
     seed: Annotated[int, typer.Option(help="Seed of initialisation and order.", min=0)] = 0
     gpus: Annotated[

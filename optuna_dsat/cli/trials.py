@@ -53,7 +53,7 @@ def trials(
         TrialOrder,
         typer.Option("--sort", help="Order: the fastest, largest micro-batch, most memory or samples per joule first."),
     ] = TrialOrder.NUMBER,
-    top: Annotated[int | None, option("--top", help="Show the first N only.", metavar="N", min=1)] = None,
+    top: Annotated[int | None, option("--top", help="Show only the first N.", metavar="N", min=1)] = None,
     as_json: Json = False,
 ) -> None:
     """List the trials of a study."""

@@ -89,7 +89,7 @@ def opened(storage: str, name: str | None) -> Iterator[tuple[Store, str]]:
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="Show the result alone.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print only the result.")]
 
 
 def confirm_replacing(path: Path, *, is_ours: Callable[[str], bool]) -> None:

@@ -38,14 +38,16 @@ class RandomSettings(LineageSettings):
     """Options of ``random``."""
 
     trials_per_random_config: Annotated[
-        int, of_method(help="Launches of configurations that differ in the micro-batch only, at most."), Field(ge=1)
+        int,
+        of_method(help="Most launches of configurations that differ only in the micro-batch."),
+        Field(ge=1),
     ] = 5
     early_stopping: Annotated[
         int | None,
         of_method(
-            help="End after this many launches without a new best.",
+            help="End the search after this many launches without a new best.",
             none="never",
-            python_help="End after this many launches without a new best. None to go on.",
+            python_help="End the search after this many launches without a new best. None for no such end.",
             autotuning="tuner_early_stopping",
             budget=True,
         ),
@@ -68,16 +70,16 @@ class BinarySettings(LineageSettings):
 class AshaSettings(BinarySettings):
     """Options of ``asha``."""
 
-    max_rungs: Annotated[int, of_method(help="Rungs."), Field(ge=1, le=MOST_RUNGS)] = 5
+    max_rungs: Annotated[int, of_method(help="Largest number of rungs."), Field(ge=1, le=MOST_RUNGS)] = 5
     min_binary_search_trials: Annotated[
         int,
         of_method(
-            help="Launches with which configurations that differ in the micro-batch only complete the lowest rung."
+            help="Launches of configurations that differ only in the micro-batch, until these complete the lowest rung."
         ),
         Field(ge=1),
     ] = 3
     divisor: Annotated[
-        int, of_method(help="The best 1/DIVISOR of a rung goes on (eta of arXiv:1810.05934)."), Field(ge=2)
+        int, of_method(help="The best 1/DIVISOR of a rung is promoted (eta of arXiv:1810.05934)."), Field(ge=2)
     ] = 2
     asha_early_stopping: Annotated[
         int,
@@ -106,8 +108,8 @@ class GuidedSettings(LineageSettings):
     min_gain: Annotated[
         float,
         of_method(
-            help="End when no launch is expected to improve the best by this share (more, if it takes longer than the "
-            "best's), nor 20 launches together by 20 times as much; 0 for never.",
+            help="End the search when no launch is expected to improve the best by this share (by more, if it takes "
+            "longer than the best's), nor 20 launches together by 20 times as much; 0 for never.",
             metavar="SHARE",
             text_type=str,
             parse=partial(share, option="--min-gain"),
@@ -118,11 +120,11 @@ class GuidedSettings(LineageSettings):
     warm_start: Annotated[
         str | None,
         of_method(
-            help="Begin with the measurements of this study, of this or a similar model on the same hardware.",
+            help="Start from the measurements of this study: of this or a similar model, on the same hardware.",
             none="studies of the same script, config and hardware",
-            python_help="Study of the same storage, of this or a similar model on the same hardware, whose "
-            "measurements this one begins with. None for studies of the same script, config and hardware.",
+            python_help="Study of the same storage, with the same or a similar model and the same hardware, whose "
+            "measurements to start from. None for studies of the same script, config and hardware.",
             metavar="STUDY",
         ),
     ] = None
-    no_warm_start: Annotated[bool, of_method(help="Begin without any earlier study.")] = False
+    no_warm_start: Annotated[bool, of_method(help="Use no measurements of earlier studies.")] = False

@@ -134,7 +134,7 @@ class PlaceSettings:
     wait_for_gpus: Annotated[
         float,
         running(
-            help="Seconds to wait for GPUs that others hold, counted anew when the holders change; 0 for not at all.",
+            help="Seconds to wait for GPUs that others use, counted from the last change of these users; 0: no wait.",
             metavar="SECONDS",
         ),
         Field(ge=0, alias="wait_for_gpus_s"),
@@ -150,7 +150,7 @@ class PlaceSettings:
         Literal["deepspeed", "torchrun"] | None,
         running(
             help="Launcher of the printed command that trains with the result.",
-            none="the launcher of your command, else that which the script's options need",
+            none="the launcher of your command, else the one that the script's options require",
         ),
     ] = None
     continues: Annotated[
@@ -165,23 +165,23 @@ class PlaceSettings:
         str | None,
         running(
             help="Python of your script: an interpreter with torch and DeepSpeed, or the folder of its environment.",
-            none="the launcher's, else the first with both of: the active environment's, this command's, PATH's",
+            none="the launcher's, else the first with both in: the active environment, that of this command, PATH",
             metavar="PYTHON",
         ),
     ] = None
     preload: Annotated[
         Texts,
         running(
-            help="Import this module, too, before a warm launch (repeatable).",
-            python_help="Modules to import, too, before a warm launch.",
+            help="Import this module, too, before warm launches are forked (repeatable).",
+            python_help="Modules to import, too, before warm launches are forked.",
             metavar="MODULE",
         ),
     ] = None
     no_preload: Annotated[
         Texts,
         running(
-            help="Have every warm launch import this package for itself (repeatable).",
-            python_help="Packages that every warm launch imports for itself.",
+            help="Do not import this package before warm launches are forked (repeatable).",
+            python_help="Packages not to import before warm launches are forked.",
             metavar="PACKAGE",
         ),
     ] = None
@@ -189,7 +189,7 @@ class PlaceSettings:
         Literal["auto", "python", "off"],
         running(
             help="How your files are protected from trials: auto (overlay mounts, else redirected writers of Python), "
-            "python (the latter alone) or off."
+            "python (redirected writers only) or off."
         ),
     ] = "auto"
     writable: Annotated[
@@ -248,12 +248,14 @@ class ResultSettings:
         int | None,
         what(
             help="Samples of the training data, for the largest global batch and the steps of an epoch.",
-            none="what the script's data loader tells",
+            none="reported by the script's data loader",
         ),
         Field(ge=1),
     ] = None
     confirm: Annotated[
-        int, limit(help="Most finalists measured again, in rounds with your config; 0 for none."), Field(ge=0)
+        int,
+        limit(help="Most finalists that are measured again, in rounds with your config; 0: none."),
+        Field(ge=0),
     ] = 3
     confirm_time: Annotated[
         float | None,
@@ -267,10 +269,10 @@ class ResultSettings:
     tie: Annotated[
         float,
         limit(
-            help="What is within this share of the best counts as equal: the smallest global batch wins, then the "
-            "config nearest to yours. Such as 1%.",
-            python_help="What is within this share of the best counts as equal: the smallest global batch wins, then "
-            "the config nearest to the user's own.",
+            help="Configs within this share of the best, such as 1%, count as equally fast: the smallest global batch "
+            "wins, then the config nearest to yours.",
+            python_help="Configs within this share of the best count as equally fast: the smallest global batch wins, "
+            "then the config nearest to the user's.",
             metavar="SHARE",
             text_type=str,
             parse=share,
@@ -321,8 +323,8 @@ class SearchSettings(ResultSettings, PlaceSettings, ClusterSettings):
     no_tune: Annotated[
         Texts,
         what(
-            help="Leave a knob as your config has it (repeatable).",
-            python_help="Knobs that stay as the config has them.",
+            help="Keep a knob as in your config (repeatable).",
+            python_help="Knobs that stay as in the config.",
             metavar="KEY",
             choices=tuple(knob.name for knob in KNOBS),
         ),
@@ -331,10 +333,10 @@ class SearchSettings(ResultSettings, PlaceSettings, ClusterSettings):
     only: Annotated[
         Texts,
         what(
-            help="Tune this and leave the rest as your config has it: batch, stage, or a knob (repeatable, or "
-            "separated by commas).",
+            help="Tune only this: batch, stage, or a knob; the rest stays as in your config (repeatable, or separated "
+            "by commas).",
             none="all knobs",
-            python_help="Knobs to tune, while the rest stays as the config has it: ``batch``, ``stage``, or names "
+            python_help="Knobs to tune, while the rest stays as in the config: ``batch``, ``stage``, or names "
             "of knobs. None for all.",
             parse=split_names,
             metavar="KEY,...",
@@ -362,8 +364,8 @@ class SearchSettings(ResultSettings, PlaceSettings, ClusterSettings):
     follow_batch: Annotated[
         bool,
         what(
-            help="Find out what sets the script's batch size and ZeRO stage besides its DeepSpeed config, and have it "
-            "follow.",
+            help="Find out what sets the script's batch size and ZeRO stage besides its DeepSpeed config, and set "
+            "that, too.",
             flags=("--follow-batch/--no-follow",),
         ),
     ] = True
@@ -373,7 +375,7 @@ class SearchSettings(ResultSettings, PlaceSettings, ClusterSettings):
         PATH,
     ] = None
     enqueue_user_config: Annotated[
-        bool, what(help="Measure your present config first, to show speed-ups over it.", budget=True)
+        bool, what(help="Measure your config first; speed-ups are relative to it.", budget=True)
     ] = True
     max_trials: Annotated[
         int,
@@ -385,7 +387,7 @@ class SearchSettings(ResultSettings, PlaceSettings, ClusterSettings):
         ),
         Field(ge=1),
     ] = 64
-    max_concurrent_trials: Annotated[int, limit(help="Launches in flight."), Field(ge=1)] = 16
+    max_concurrent_trials: Annotated[int, limit(help="Launches that run at the same time."), Field(ge=1)] = 16
     max_slots: Annotated[
         int | None,
         limit(help="GPUs (CPU ranks) in use at once.", python_help="GPUs (CPU ranks) in use at once. None for all."),
@@ -404,8 +406,8 @@ class SearchSettings(ResultSettings, PlaceSettings, ClusterSettings):
     trial_timeout: Annotated[
         float | None,
         limit(
-            help="Seconds after which one launch is ended.",
-            python_help="Seconds after which one launch is ended. None for no limit.",
+            help="Time limit of one launch, in seconds.",
+            python_help="Time limit of one launch, in seconds. None for no limit.",
             metavar="SECONDS",
         ),
         Field(gt=0, alias="trial_timeout_s"),
@@ -413,8 +415,9 @@ class SearchSettings(ResultSettings, PlaceSettings, ClusterSettings):
     stall_timeout: Annotated[
         float,
         limit(
-            help="Most seconds without an event of a launch or, before training, work of its processes. Short steps or "
-            "starts lower it, to 30 s at least (20 times the longest step, 5 times the longest start so far).",
+            help="End a launch after this many seconds without an event or, before training, without work of its "
+            "processes. Sooner where steps or starts are short: after 20 times the longest step, or 5 times the "
+            "longest start so far, but not before 30 s.",
             metavar="SECONDS",
         ),
         Field(gt=0, alias="stall_timeout_s"),

@@ -90,9 +90,9 @@ class TuneOptions(SearchSettings):
     gpus_per_trial: Annotated[
         int | Sequence[int] | None,
         where(
-            help="GPUs of one launch; several numbers, such as 1 2 4 8, are a search at each, compared at the end.",
+            help="GPUs of one launch. Several numbers, such as 1 2 4 8: a search for each, compared at the end.",
             none="all",
-            python_help="GPUs of one launch; a list is a search at each number, compared at the end. None for all.",
+            python_help="GPUs of one launch. A list: a search for each number, compared at the end. None for all.",
             metavar="N,...",
             text_type=str | None,
             parse=partial(split_counts, option="--gpus-per-trial"),
@@ -102,15 +102,15 @@ class TuneOptions(SearchSettings):
         ),
     ] = None
     only_free_gpus: Annotated[
-        bool, where(help="Tune on those GPUs that are free at the start.", before="wait_for_gpus")
+        bool, where(help="Tune only on GPUs that are free at the start.", before="wait_for_gpus")
     ] = False
     cpu_ranks: Annotated[
         int | Sequence[int] | None,
         where(
-            help="Run on the CPU with this many ranks; several numbers are a search at each.",
+            help="Run on the CPU with this many ranks. Several numbers: a search for each.",
             none="2",
             none_if="without a GPU",
-            python_help="Run on the CPU with this many ranks; a list is a search at each number. None for 2 without a "
+            python_help="Run on the CPU with this many ranks. A list: a search for each number. None for 2 without a "
             "GPU.",
             metavar="N,...",
             text_type=str | None,
@@ -121,9 +121,10 @@ class TuneOptions(SearchSettings):
     device_memory: Annotated[
         str | int | None,
         where(
-            help="What one rank may allocate, such as 2GiB.",
-            none="all there is",
-            python_help="What one rank may allocate: bytes, or text such as ``2GiB``. None for all there is.",
+            help="Memory that one rank may allocate, such as 2GiB.",
+            none="all; on the CPU three quarters of its share of the available memory",
+            python_help="Memory that one rank may allocate: bytes, or text such as ``2GiB``. None for all; on the CPU "
+            "for three quarters of its share of the available memory.",
             text_type=str | None,
             metavar="SIZE",
             before="launcher",
@@ -147,7 +148,7 @@ class TuneOptions(SearchSettings):
     arg_mapping: Annotated[
         Mapping[str, str] | None,
         what(
-            help="Have an option of the script follow the config: KEY=--OPTION, such as "
+            help="Set an option of the script to the value of a config key in each launch, such as "
             "train_micro_batch_size_per_gpu=--batch-size (repeatable).",
             python_help="Key of the DeepSpeed config -> option of the script that follows it, such as "
             '``{"train_micro_batch_size_per_gpu": "--batch-size"}``.',
@@ -159,7 +160,7 @@ class TuneOptions(SearchSettings):
     env: Annotated[
         Mapping[str, str] | None,
         what(
-            help="Give the script this variable: NAME=VALUE (repeatable); stored with the study unless secret.",
+            help="Set this environment variable for the script (repeatable); stored with the study unless secret.",
             python_help="Variables of the environment that the script is given; stored with the study unless secret.",
             parse=split_environment,
             metavar="NAME=VALUE",
@@ -168,7 +169,9 @@ class TuneOptions(SearchSettings):
     ] = None
     profile_reuse: Annotated[
         bool,
-        what(help="Take the profile of an earlier study of the same script, config and hardware.", before="max_trials"),
+        what(
+            help="Reuse the profile of an earlier study of the same script, config and hardware.", before="max_trials"
+        ),
     ] = True
     callbacks: Annotated[
         Sequence[Callable[[Any, Any], None]] | None,
@@ -192,7 +195,7 @@ class TuneOptions(SearchSettings):
         ),
     ] = False
     quiet: Annotated[
-        bool, of_output(help="Show the result alone.", python_help="Print nothing; otherwise progress goes to stderr.")
+        bool, of_output(help="Print only the result.", python_help="Print nothing; otherwise progress goes to stderr.")
     ] = False
 
 
