@@ -12,10 +12,12 @@ from optuna.trial import FrozenTrial, TrialState
 
 from optuna_dsat.cost.gpus import utilisation
 from optuna_dsat.launch.protocol import LaunchReport
+from optuna_dsat.runtime.overlay import is_compiled
 from optuna_dsat.store import Store, StoredLaunch
 from optuna_dsat.study.confirm.measured import Measured
 from optuna_dsat.study.end_reason import EndReason
 from optuna_dsat.study.folder import is_folder_of
+from optuna_dsat.study.requests import steps_to_compile
 from optuna_dsat.study.result import StudyResult, result_of
 from optuna_dsat.study.stored import StoredStudy, read_launches, read_stored, reading
 from optuna_dsat.trials import attributes
@@ -103,7 +105,10 @@ def read_view(store: Store, name: str) -> StudyView:
     record = stored.record
     launches = read_launches(store, record)
     with reading(name, "its steps", record.versions):
-        step_times = store.step_times(record.uuid, from_step=stored.spec.start_profile_step)
+        step_times = {**store.step_times(record.uuid, from_step=stored.spec.start_profile_step)}
+        compiled = {t.number for t in stored.trials if is_compiled(t.user_attrs.get(attributes.CONFIG, {}))}
+        for name in (launch.report.launch_id for launch in launches if launch.trial_number in compiled):
+            step_times[name] = step_times.get(name, ())[steps_to_compile(stored.spec) :]
     return StudyView(
         **{field_.name: getattr(stored, field_.name) for field_ in fields(StoredStudy)},
         launches=launches,

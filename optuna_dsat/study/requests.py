@@ -39,6 +39,11 @@ def script_command(spec: StudySpec) -> ScriptCommand:
     )
 
 
+def steps_to_compile(spec: StudySpec) -> int:
+    """Return by how many steps a study's launches of a compiled engine are measured later than its others."""
+    return max(0, _FIRST_COMPILED_STEP - spec.start_profile_step)
+
+
 def launch_request(
     spec: StudySpec,
     *,
@@ -57,10 +62,9 @@ def launch_request(
     engine. ``profiled`` is for space on NVMe.
     """
     compiled = is_compiled(overlay)
-    first = spec.start_profile_step if start_profile_step is None else start_profile_step
-    last = spec.end_profile_step if end_profile_step is None else end_profile_step
-    if compiled and start_profile_step is None and first < _FIRST_COMPILED_STEP:
-        first, last = _FIRST_COMPILED_STEP, last + _FIRST_COMPILED_STEP - first
+    later = steps_to_compile(spec) if compiled and start_profile_step is None else 0
+    first = (spec.start_profile_step if start_profile_step is None else start_profile_step) + later
+    last = (spec.end_profile_step if end_profile_step is None else end_profile_step) + later
     config = ds_config.merge(ds_config.effective(spec.ds_config), overlay) if config is None else config
     swap_bytes, locked_bytes = 0, 0
     if profiled is not None:

@@ -13,6 +13,7 @@ import pytest
 from optuna_dsat.config.ds_config import MICRO_BATCH
 from optuna_dsat.config.knobs import BF16, COMPILE, DEEPCOMPILE, KNOBS, QUANTIZED_FROZEN, ZENFLOW
 from optuna_dsat.errors import ConfigError
+from optuna_dsat.report.view import read_view
 from optuna_dsat.runtime.overlay import MODEL
 from optuna_dsat.script.trainer import ScriptTrainer
 from optuna_dsat.study.profile import permission
@@ -133,6 +134,10 @@ def test_a_compiled_result_says_where_to_write_it(bench: StudyBench) -> None:
     result = bench.run(bench.spec(method="guided", max_trials=16, allow=("compile",), **early), Compiling())
     assert result.compiled
     assert "write engine.compile() after deepspeed.initialize" in result.model_change
+    view = read_view(bench.store, "s")
+    assert view.best is not None
+    launches = [row.report.launch_id for row in view.reports[view.best.trial.number] if row.purpose == "trial"]
+    assert [len(view.step_times[launch]) for launch in launches] == [2], "those that count"
     assert "optuna-dsat train s --storage" in result.command
     assert MODEL not in result.config
     assert json.loads((bench.folder / "out" / "s" / "best_ds_metrics.json").read_text())["compiled"] is True
