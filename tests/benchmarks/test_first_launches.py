@@ -22,9 +22,8 @@ from optuna_dsat.trials.lineage import MICRO_BATCH
 
 GOLDEN = Path(__file__).parent / "golden"
 SHOWN = 8
-"""Trials of a case."""
-BUDGET = SHOWN + 4
-"""With the launches of the confirmation."""
+"""Trials of a case; as many launches leave none for a confirmation."""
+
 
 EXPERT = {
     "125M, 8 x 40 GB": "fills the running engine's memory first, as each doubling pays; then compares the stages at "
@@ -50,9 +49,9 @@ EXPERT = {
 @cache
 def first_trials(name: str) -> tuple[tuple[str, int, str, str], ...]:
     """Return structure, micro-batch, kind of launch and reason of the first trials of a case."""
-    rig = Rig(TYPICAL[name], budget=BUDGET, noise=0.005, seed=0, continues=True)
+    rig = Rig(TYPICAL[name], budget=SHOWN, noise=0.005, seed=0, continues=True)
     with tempfile.TemporaryDirectory() as folder, quick_store(Path(folder)) as store:
-        run("guided", rig, budget=BUDGET, seed=0, store=store)
+        run("guided", rig, budget=SHOWN, seed=0, store=store)
         study = read_stored(store, "benchmark")
     launches = {launch.launch_id: launch for launch in rig.launches}
     result = []
