@@ -395,23 +395,19 @@ class SearchSpace:
 
     def classes(self) -> int:
         """Return the number of lineages: combinations of all params except the micro-batch."""
-        return sum(1 for _ in self.lineages())
+        return len(self.lineages())
 
-    def lineages(self) -> Iterator[dict[str, Any]]:
-        """Yield the params of every lineage, without the micro-batch, in the order of the knobs' choices."""
-        yield from self._complete({}, {}, 0)
-
-    def _complete(self, settings: Mapping[str, Any], params: Mapping[str, Any], index: int) -> Iterator[dict[str, Any]]:
-        for position in range(index, len(self.knobs)):
-            tuned = self.knobs[position]
-            if not tuned.knob.applies(settings, self.site):
-                continue
-            searched = tuned.role is Role.PARAMETER
-            for value in tuned.choices if searched else tuned.choices[:1]:
-                own = {**params, tuned.name: value} if searched else params
-                yield from self._complete({**settings, tuned.name: value}, own, position + 1)
-            return
-        yield dict(params)
+    def lineages(self) -> list[dict[str, Any]]:
+        """Return the params of every lineage, without the micro-batch, in the order of the knobs' choices."""
+        lineages: list[dict[str, Any]] = [{}]
+        for tuned in self.knobs:
+            choices = tuned.choices if tuned.role is Role.PARAMETER else tuned.choices[:1]
+            so_far, lineages = lineages, []
+            for settings in so_far:
+                applies = tuned.knob.applies(settings, self.site)
+                lineages += [{**settings, tuned.name: value} for value in choices] if applies else [settings]
+        given = {tuned.name for tuned in self.knobs if tuned.role is not Role.PARAMETER}
+        return [{name: value for name, value in params.items() if name not in given} for params in lineages]
 
 
 def _write_in_offloads(tuned: TunedKnob, values: Mapping[str, Any], zero: dict[str, Any]) -> None:

@@ -119,7 +119,7 @@ class CandidateTable:
         self._hardware = hardware
         self._base = ds_config.effective(config)
         self._space = space
-        self.lineages = list(space.lineages())
+        self.lineages = space.lineages()
         """Params of each row."""
         self._index = {lineage_key(params): row for row, params in enumerate(self.lineages)}
         structures = [tuple(params.get(name) for name in (*STRUCTURE, NVME)) for params in self.lineages]
@@ -391,10 +391,16 @@ class CandidateTable:
         )
 
 
+_KNOBS = {knob.name: knob for knob in KNOBS}
+
+
 def static_settings(params: Mapping[str, Any]) -> Hashable:
     """Return the values of a lineage's knobs that a running engine cannot change."""
-    live = {knob.name for knob in KNOBS if knob.is_live(params)}
-    return frozenset((name, ds_config.canonical_number(value)) for name, value in params.items() if name not in live)
+    return frozenset(
+        (name, ds_config.canonical_number(value))
+        for name, value in params.items()
+        if name not in _KNOBS or not _KNOBS[name].is_live(params)
+    )
 
 
 _MOST_TABLES = 4

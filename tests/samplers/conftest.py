@@ -96,7 +96,7 @@ def create(
     pruner: optuna.pruners.BasePruner | None = None,
     *,
     direction: str = "maximize",
-    storage: str | None = None,
+    storage: str | optuna.storages.BaseStorage | None = None,
 ) -> optuna.Study:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna.create_study(

@@ -164,11 +164,13 @@ def unbroken(kit: SimpleNamespace, method: Method, n: int, **kwargs: Any) -> opt
 @methods
 def test_restarting_after_every_trial_changes_nothing(kit: SimpleNamespace, method: Method, tmp_path: Path) -> None:
     sampler, pruner = method
-    for _ in range(12):
-        study = kit.create(sampler(seed=7), pruner(), storage=f"sqlite:///{tmp_path}/study.db")
-        kit.Driver(study).run(1)
-        study._storage.remove_session()
-        study._storage._backend.engine.dispose()
+    for _ in range(3):
+        storage = optuna.storages.RDBStorage(f"sqlite:///{tmp_path}/study.db")
+        for _ in range(4):
+            study = kit.create(sampler(seed=7), pruner(), storage=storage)
+            kit.Driver(study).run(1)
+        storage.remove_session()
+        storage.engine.dispose()
     assert kit.sequence(study) == kit.sequence(unbroken(kit, method, 12))
 
 

@@ -155,7 +155,7 @@ def make_method(
     return Method(
         sampler=sampler,
         pruner=pruner,
-        classes=space.classes(),
+        classes=space.classes() if planner is None else len(planner.problem.table.lineages),
         planner=planner,
         posterior=planner if name == "guided" else None,
         at_user_batch=None if same_batch is None else make_planner(spec, profiled, same_batch),
