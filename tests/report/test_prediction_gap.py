@@ -12,6 +12,7 @@ import pytest
 from optuna_dsat.launch.protocol import Conditions
 from optuna_dsat.report.explain.prediction_gap import PredictionGap, prediction_gap
 from optuna_dsat.report.view import StudyView, read_view
+from optuna_dsat.study.confirm.words import remarks_in_words
 from optuna_dsat.words import times_in_words
 from tests.harness.entry_points import leave
 from tests.harness.landscapes import GIB, Hill
@@ -47,6 +48,8 @@ def gap_of(view: StudyView) -> PredictionGap:
 
 def test_a_step_as_the_data_sheet_promises_has_no_causes(bench: ReportedStudyBench) -> None:
     view = single(bench, forward_s=0.03)
+    assert view.verdict is not None
+    assert not remarks_in_words(view.verdict)
     result = gap_of(view)
     assert result.by_data_sheet
     assert result.low_s < result.predicted_s < result.high_s
@@ -69,7 +72,11 @@ def test_a_slow_step_names_the_phases_that_it_goes_into(bench: ReportedStudyBenc
 
 
 def test_time_outside_the_engine_is_the_data_loaders_or_pythons(bench: ReportedStudyBench) -> None:
-    result = gap_of(single(bench, forward_s=1.0, other_s=2.0))
+    view = single(bench, forward_s=1.0, other_s=2.0)
+    assert view.verdict is not None
+    (remark,) = remarks_in_words(view.verdict)
+    assert remark.startswith("40% of a step is outside forward, backward and optimizer step: data loading")
+    result = gap_of(view)
     assert result.measured_phases["other"] == pytest.approx(2.0)
     assert "2 s of each step (40%) pass outside forward, backward and step: the data loader" in "\n".join(result.causes)
 

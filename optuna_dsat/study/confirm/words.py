@@ -10,6 +10,9 @@ from optuna_dsat.study.confirm.rounds import Undecided
 from optuna_dsat.study.confirm.verdict import Verdict, VerdictKind
 from optuna_dsat.words import metric_in_words, things_in_words, times_in_words
 
+_MUCH_OUTSIDE = 0.2
+"""Share of a step outside its three phases that is worth a remark."""
+
 
 def verdict_in_words(verdict: Verdict, *, metric: str, device: str = "cuda") -> tuple[str, ...]:
     """Return a verdict as lines of text: its answers, then its remarks."""
@@ -26,8 +29,8 @@ def answers_in_words(verdict: Verdict, *, metric: str, device: str = "cuda") -> 
 
 
 def remarks_in_words(verdict: Verdict) -> tuple[str, ...]:
-    """Return warnings, ties, noise and energy as lines."""
-    remarks = (_ties(verdict), _noise(verdict), _energy(verdict))
+    """Return warnings, ties, noise, time outside the phases and energy as lines."""
+    remarks = (_ties(verdict), _noise(verdict), _outside(verdict), _energy(verdict))
     return (*(f"Warning: {warning}" for warning in verdict.warnings), *filter(None, remarks))
 
 
@@ -165,6 +168,19 @@ def _noise(verdict: Verdict) -> str:
     return (
         f"{words} Noise of the search: {search.relative_sd:.1%}, by which the search's values of "
         f"{things_in_words(search.launches, 'configuration')} differ from the rounds."
+    )
+
+
+def _outside(verdict: Verdict) -> str:
+    """Return the share of the result's step outside the three phases; empty if it is small or a phase is unknown."""
+    metrics = verdict.result.metrics
+    latency, *phases = (metrics.get(name) or 0.0 for name in ("latency", "forward", "backward", "step"))
+    share = 1 - sum(phases) / latency if latency and all(phases) else 0.0
+    if share < _MUCH_OUTSIDE:
+        return ""
+    return (
+        f"{share:.0%} of a step is outside forward, backward and optimizer step: data loading, or other code of the "
+        "script. No DeepSpeed setting shortens that; more workers of the data loader may."
     )
 
 
