@@ -130,9 +130,7 @@ def _speed(view: StudyView, measured: Measured) -> str:
 
 def _bar(view: StudyView, item: Measured) -> Bar:
     known = () if view.verdict is None else view.verdict.measured.values()
-    longest = (
-        max(other.interval.high or other.value for other in (item, *known)) or 1.0
-    )  # not every engine shows every phase
+    longest = max(other.interval.high or other.value for other in (item, *known)) or 1.0
     low, high = (None if end is None else 100 * end / longest for end in (item.interval.low, item.interval.high))
     return Bar(
         name="your config" if item.is_user_config else f"trial {item.number}",

@@ -235,11 +235,7 @@ class StudySpec(_Frozen, SearchSettings):
 
     def identity(self) -> dict[str, Any]:
         """Return what makes results comparable, without budgets, time-outs and output directory, which may change."""
-        budget = {
-            "name",
-            "free_memory",
-            *(name for name, option in options_in(SearchSettings).items() if option.budget),
-        }
+        budget = {"name", "free_memory"} | {name for name, item in options_in(SearchSettings).items() if item.budget}
         ends = {name for name, option in options_in(MethodOptions).items() if option.budget}
         memory = {"device_memory_bytes": "free"} if self.free_memory else {}
         return self.stored(exclude={**dict.fromkeys(budget, True), "options": ends}) | memory

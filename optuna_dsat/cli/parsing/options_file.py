@@ -73,9 +73,8 @@ class OptionsFile:
             folder[path[-1]] = here = {}
             for name, value in values.items():
                 option = _find(command, name)
-                if value is None or option is None:
-                    continue
-                if name not in own and option.name in _NOT_SHARED.get(path[-1], ()):
+                kept = set() if name in own else _NOT_SHARED.get(path[-1], set())
+                if value is None or option is None or option.name in kept:
                     continue
                 try:
                     here[str(option.name)] = self._checked(name, value, option, context)
@@ -84,8 +83,8 @@ class OptionsFile:
                     if name in own:
                         raise
                     refused.setdefault(name, error)  # plan takes one number of ranks, a search several
-        for name in refused.keys() - taken:
-            raise refused[name]
+        for error in (error for name, error in refused.items() if name not in taken):
+            raise error
         return defaults
 
     def value_of(self, command: str, name: str) -> Any:

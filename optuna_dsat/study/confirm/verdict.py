@@ -6,7 +6,7 @@ A pure function of the stored trials and rounds. The result, the command line, t
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -169,13 +169,11 @@ def are_alike(batch: int, other: int) -> bool:
     return max(batch, other) <= _ALIKE_BATCHES * min(batch, other)
 
 
-def user_batch(measured: Iterable[FrozenTrial], *, spec: StudySpec) -> int:
+def user_batch(measured: Sequence[FrozenTrial], *, spec: StudySpec) -> int:
     """Return the global batch of the user's config, by its trial or, if that failed, by the ranks of another trial."""
-    trials = list(measured)
-    own = attributes.user_config_trial(trials)
-    if own is not None:
+    if (own := attributes.user_config_trial(measured)) is not None:
         return attributes.train_batch_size(own, slots=spec.slots_per_trial)
-    return user_train_batch_size(spec, ranks=attributes.data_parallel_size(trials[0], slots=spec.slots_per_trial))
+    return user_train_batch_size(spec, ranks=attributes.data_parallel_size(measured[0], slots=spec.slots_per_trial))
 
 
 def verdict_of(trials: Sequence[FrozenTrial], rounds: Rounds, spec: StudySpec) -> Verdict | None:
@@ -420,10 +418,7 @@ class _Judge:
         return result if self._in_rounds else replace(result, speed_up=self._searched_ratio(number))
 
     def _at_batch(self, batch: int) -> Measured | None:
-        """Return the trial with the best speed-up at a global batch, by the rounds if there are any.
-
-        Without a baseline, it is the trial with the best metric.
-        """
+        """Return the trial with the best speed-up, or metric, at a global batch, by the rounds if there are any."""
         numbers = [n for n in (self._eligible if self.paired else self.permitted) if self._batch(n) == batch]
         if self._baseline is None:
             best = max(numbers, key=self._score) if self.paired and numbers else next(iter(numbers), None)
@@ -452,7 +447,7 @@ class _Judge:
             baseline=baseline,
             best=self._decided(best),
             rounds=len({launch.round for launch in self._rounds.launches if launch.value is not None}),
-            at_user_batch=self._at_batch(user_batch(self._trials.values(), spec=self._spec)),
+            at_user_batch=self._at_batch(user_batch([*self._trials.values()], spec=self._spec)),
             ties=ties,
             undecided=undecided,
             noise=self.noise,
