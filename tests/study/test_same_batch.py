@@ -46,7 +46,7 @@ def _asked(bench: StudyBench) -> list[FrozenTrial]:
     return [trial for trial in bench.study().get_trials() if attributes.SAME_BATCH in trial.user_attrs]
 
 
-@pytest.mark.parametrize("method", ["guided", "random", "asha", "binary"])
+@pytest.mark.parametrize("method", ["guided", "asha"])
 def test_the_fastest_config_at_the_users_batch_is_found_beside_the_fastest(bench: StudyBench, method: str) -> None:
     result = _search(bench, method=method, batch="both")
     asked = _asked(bench)
