@@ -32,7 +32,7 @@ for number in ENDING:  # a shell starts what is in its background with Ctrl-C ig
         signal.signal(number, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # compiling in every process takes a tenth of the suite's time
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each worker compiles the tests for 10 s, and each process us
 sys.dont_write_bytecode = False
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # NumPy's threads take a search half as much again, and nothing is faster
 
