@@ -73,7 +73,7 @@ class OptionsFile:
             folder[path[-1]] = here = {}
             for name, value in values.items():
                 option = _find(command, name)
-                kept = set() if name in own else _NOT_SHARED.get(path[-1], set())
+                kept = () if name in own else _NOT_SHARED.get(path[-1], ())
                 if value is None or option is None or option.name in kept:
                     continue
                 try:
@@ -83,8 +83,8 @@ class OptionsFile:
                     if name in own:
                         raise
                     refused.setdefault(name, error)  # plan takes one number of ranks, a search several
-        for error in (error for name, error in refused.items() if name not in taken):
-            raise error
+        for name in [name for name in refused if name not in taken]:
+            raise refused[name]
         return defaults
 
     def value_of(self, command: str, name: str) -> Any:
