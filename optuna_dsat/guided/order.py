@@ -31,7 +31,7 @@ _CHANCE = 0.2
 """Least probability to exceed the incumbent of a structure that is launched before a simpler structure, and before a
 measured structure is refined.
 """
-_DEFICIT = math.log1p(0.05)
+DEFICIT = math.log1p(0.05)
 """Predicted deficit in log objective above which a configuration comes last."""
 _LITTLE = 0.1
 """Share of the expected gain of configurations that come last, below which others do not precede them."""
@@ -70,7 +70,7 @@ def first_launched(
 
     These come last, unless the others are expected to gain less than ``_LITTLE`` of their gain:
 
-    - of measured structures, if they are predicted to be slower than the incumbent by more than ``_DEFICIT``, and of
+    - of measured structures, if they are predicted to be slower than the incumbent by more than ``DEFICIT``, and of
       others, if they are slower than the best of their structure by as much;
     - of measured structures, micro-batches that the search has climbed past (``outgrown_size``).
 
@@ -91,7 +91,7 @@ def first_launched(
     outgrown = outgrown_size(table.structure[measured.row], measured.micro_batch, means)
     best = np.full(int(structure.max()) + 1, -np.inf)
     np.maximum.at(best, structure, np.where(acquisition.fits >= _LIKELY, acquisition.log_objective, -np.inf))
-    slower = acquisition.log_objective < np.where(known, acquisition.over, best[structure]) - _DEFICIT
+    slower = acquisition.log_objective < np.where(known, acquisition.over, best[structure]) - DEFICIT
     last = np.isin(structure, waiting) | slower | (known & (sizes <= outgrown))
     late = (acquisition.fits < _LIKELY) & (~known | (gain < math.log1p(LEAST_GAIN))) | np.isin(structure, unlikely)
     if posterior.incumbent is None:  # the likeliest to run comes first

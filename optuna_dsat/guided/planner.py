@@ -23,10 +23,11 @@ as long as the baseline unless they are expected to gain as much (``Posterior.is
 
 The search ends under either of two conditions:
 
-- No launch has an expected improvement of at least ``min_gain`` (as in Jones et al. 1998), or more if it is longer than
-  the shortest of the best configurations; and ``_TOGETHER`` launches together are not expected to gain ``min_gain``
-  each (``Prospects.worth_of_launches``). With noise, a single launch provides little information but many together
-  provide much.
+- No configuration has an expected improvement of at least ``min_gain`` per launch (as in Jones et al. 1998), where a
+  launch is as long as the shortest of the best configurations, and short ones of configurations of measured structures
+  that are predicted to be slow do not need less; and ``_TOGETHER`` launches together are not expected to gain
+  ``min_gain`` each (``Prospects.worth_of_launches``). With noise, a single launch provides little information but many
+  together provide much.
 - The remaining gain is, with 90% probability, below the noise between launches of a configuration (``remaining``), so
   that resolving it needs more launches than it is worth.
 
@@ -67,7 +68,7 @@ from optuna_dsat.cost.numbers import Numbers, descending
 from optuna_dsat.cost.step_time import ERROR, LogCoefficients
 from optuna_dsat.guided.acquisition import Acquisition, Prediction, Prospects
 from optuna_dsat.guided.candidates import Observations
-from optuna_dsat.guided.order import first_launched, reason_of, start_of_climb
+from optuna_dsat.guided.order import DEFICIT, first_launched, reason_of, start_of_climb
 from optuna_dsat.guided.posterior import DOUBTED_FORMULA, Posterior
 from optuna_dsat.guided.problem import Problem
 from optuna_dsat.guided.run_probability import memory_posterior
@@ -322,7 +323,10 @@ class GuidedPlanner:
         relative = posterior.relative_costs(acquisition)
         short = relative <= _LONG
         paying = short | ~posterior.is_dear(acquisition)
-        if np.any(paying & (acquisition.gain >= self.min_gain * np.maximum(1.0, relative))):
+        known = np.isin(self.problem.table.structure[rows], posterior.known_structures)
+        slow = known & (acquisition.log_objective < acquisition.over - DEFICIT)
+        needed = self.min_gain * np.where(slow, np.maximum(1.0, relative), relative)
+        if np.any(paying & (acquisition.gain >= needed)):
             return rows[paying], sizes[paying], acquisition.take(paying)
         rows, sizes, acquisition = rows[short], sizes[short], acquisition.take(short)
         if not len(rows) or not self._goes_on(posterior.prospects(rows, sizes)):

@@ -224,9 +224,12 @@ def test_where_one_launch_teaches_little_a_search_goes_on_while_many_together_ga
         assert (again.next(study.trials) is not None) == goes_on
 
 
-@pytest.mark.parametrize(("gain", "cost", "goes_on"), [(0.02, 1.0, True), (0.02, 3.0, False), (0.009, 0.1, False)])
-def test_a_launch_is_worth_its_cost_by_the_least_gain_or_more_if_it_is_long(
-    kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, gain: float, cost: float, goes_on: bool
+@pytest.mark.parametrize(
+    ("gain", "cost", "slower", "goes_on"),
+    [(0.02, 1.0, 0, True), (0.02, 3.0, 0, False), (0.009, 0.1, 0, True), (0.009, 0.1, 1, False), (0.02, 0.1, 1, True)],
+)
+def test_a_launch_has_to_gain_by_its_cost_and_no_less_where_it_is_short_and_slow(
+    kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, gain: float, cost: float, slower: float, goes_on: bool
 ) -> None:
     """Short launches of slow configurations kept a search going, in which others were launched that gained nothing."""
     problem = Problem(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=small_space())
@@ -238,7 +241,10 @@ def test_a_launch_is_worth_its_cost_by_the_least_gain_or_more_if_it_is_long(
     monkeypatch.setattr(Posterior, "relative_costs", lambda _self, given: np.full(len(given.gain), cost))
     monkeypatch.setattr(Posterior, "paying_sizes", lambda _self, rows: np.full(len(rows), np.inf))
     monkeypatch.setattr(Prospects, "worth_of_launches", lambda *_: 0.0)
-    acquisition = replace(acquisition, gain=np.full(len(rows), gain))
+    known = np.isin(problem.table.structure[rows], posterior.known_structures)
+    rows, sizes, acquisition = rows[known], sizes[known], acquisition.take(known)
+    means = np.full(len(rows), acquisition.over - slower)
+    acquisition = replace(acquisition, gain=np.full(len(rows), gain), log_objective=means)
     left, *_ = planner._worth_launching(posterior, rows, sizes, acquisition)
     assert bool(len(left)) is goes_on
 
