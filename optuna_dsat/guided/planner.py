@@ -326,8 +326,10 @@ class GuidedPlanner:
         known = np.isin(self.problem.table.structure[rows], posterior.known_structures)
         slow = known & (acquisition.log_objective < acquisition.over - DEFICIT)
         needed = self.min_gain * np.where(slow, np.maximum(1.0, relative), relative)
-        if np.any(paying & (acquisition.gain >= needed)):
-            return rows[paying], sizes[paying], acquisition.take(paying)
+        worth = paying & (acquisition.gain >= needed)
+        if worth.any():  # slow ones come last (``first_launched``), after launches that may be worth less
+            allowed = worth if slow[worth].all() else paying
+            return rows[allowed], sizes[allowed], acquisition.take(allowed)
         rows, sizes, acquisition = rows[short], sizes[short], acquisition.take(short)
         if not len(rows) or not self._goes_on(posterior.prospects(rows, sizes)):
             return rows[:0], sizes[:0], acquisition.take(np.arange(0))

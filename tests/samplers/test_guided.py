@@ -247,6 +247,10 @@ def test_a_launch_has_to_gain_by_its_cost_and_no_less_where_it_is_short_and_slow
     acquisition = replace(acquisition, gain=np.full(len(rows), gain), log_objective=means)
     left, *_ = planner._worth_launching(posterior, rows, sizes, acquisition)
     assert bool(len(left)) is goes_on
+    means[1:] = acquisition.over - 1
+    only = replace(acquisition, gain=np.r_[0.0, 0.02, np.full(len(rows) - 2, 0.009)], log_objective=means)
+    monkeypatch.setattr(Posterior, "relative_costs", lambda _self, given: np.ones(len(given.gain)))
+    assert planner._worth_launching(posterior, rows, sizes, only)[0].tolist() == [rows[1]], "others gain nothing first"
 
 
 def test_where_no_launch_pays_by_itself_no_long_one_is_made(
