@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -14,6 +15,8 @@ from optuna_dsat.config.user_file import near_key
 from optuna_dsat.errors import ConfigError
 from optuna_dsat.runtime.overlay import MICRO_BATCH, ZERO
 
+KNOB_OF = MappingProxyType({knob.name: knob for knob in KNOBS})
+"""Name -> knob."""
 _MINIMUM = {"reduce_bucket_size": 1, "allgather_bucket_size": 2}
 """Smallest value that DeepSpeed accepts; 0 for the other sizes."""
 

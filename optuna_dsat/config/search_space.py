@@ -224,7 +224,7 @@ class SearchSpace:
             section, key = tuned.knob.path[:2]
             if not tuned.knob.is_of_zero:
                 value = values.get(tuned.name)
-                value = value if section == MODEL else value or None  # 0 undoes what the script does
+                value = value if section == MODEL else value or None  # 0 switches the script's own checkpointing off
                 if value or key in self.user_zero:
                     others.setdefault(section, {})[key] = value
             elif tuned.knob.is_in_offload:

@@ -20,7 +20,7 @@ from typing import Any
 from optuna_dsat.config import ds_config as configs
 from optuna_dsat.config.conditions import needs_zero
 from optuna_dsat.config.ds_config import MICRO_BATCH, MICRO_BATCH_CAP, ZERO
-from optuna_dsat.config.knob_values import distinct_sizes, known_names, multiples, normalise, unique
+from optuna_dsat.config.knob_values import KNOB_OF, distinct_sizes, known_names, multiples, normalise, unique
 from optuna_dsat.config.knobs import (
     KNOBS,
     NVME,
@@ -62,7 +62,6 @@ _SHARED_GROUPS = 10
 _GROUP_UNIT = 1_000_000
 _FEWER = 10
 """Ratio of a size to the only smaller choice where knobs that need a permission are searched."""
-_BY_NAME = MappingProxyType({knob.name: knob for knob in KNOBS})
 _LEGACY = MappingProxyType({
     "cpu_offload": OFFLOAD_OPTIMIZER,
     "cpu_offload_param": OFFLOAD_PARAM,
@@ -171,7 +170,7 @@ class _Builder:
         request = self._request
         for knob in (item for item in KNOBS if item.name != NVME and self._may_search(item)):
             read_present(knob, self._zero)  # rejects invalid values, also of knobs that are not searched
-        stage = TunedKnob(knob=_BY_NAME[ZERO_STAGE], choices=self._stages())
+        stage = TunedKnob(knob=KNOB_OF[ZERO_STAGE], choices=self._stages())
         offloads = self._offload_knobs()
         others = [
             self._knob(knob)
@@ -271,7 +270,7 @@ class _Builder:
         return unique(normalise(knob.name, knob.kind, item) for item in value)
 
     def _stages(self) -> tuple[int, ...]:
-        knob = _BY_NAME[ZERO_STAGE]
+        knob = KNOB_OF[ZERO_STAGE]
         stages = unique(normalise("--zero-stages", "stage", stage) for stage in self._request.zero_stages)
         narrowed = self._listed(knob)
         reason = f"--zero-stages asks for {', '.join(map(str, stages))}"
@@ -341,15 +340,15 @@ class _Builder:
         return knob.choices
 
     def _offload_knobs(self) -> list[TunedKnob]:
-        result = [self._offload_knob(_BY_NAME[OFFLOAD_PARAM])]
-        allowed = self._offload_knob(_BY_NAME[OFFLOAD_OPTIMIZER])
+        result = [self._offload_knob(KNOB_OF[OFFLOAD_PARAM])]
+        allowed = self._offload_knob(KNOB_OF[OFFLOAD_OPTIMIZER])
         if allowed.role is Role.KEPT:
             return [*result, allowed]
         values = unique("cpu" if value == "nvme" else value for value in allowed.choices)
         result.append(TunedKnob(knob=allowed.knob, choices=values, role=allowed.role))
         if "nvme" in allowed.choices:
             to_nvme = (False, True) if "cpu" in allowed.choices else (True,)
-            result.append(TunedKnob(knob=_BY_NAME[NVME], choices=to_nvme, role=allowed.role))
+            result.append(TunedKnob(knob=KNOB_OF[NVME], choices=to_nvme, role=allowed.role))
         return result
 
     def _offload_knob(self, knob: Knob) -> TunedKnob:

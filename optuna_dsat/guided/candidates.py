@@ -11,6 +11,7 @@ import numpy as np
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.config import ds_config
+from optuna_dsat.config.knob_values import KNOB_OF
 from optuna_dsat.config.knobs import KNOBS, NVME
 from optuna_dsat.config.search_space import SearchSpace
 from optuna_dsat.cost.memory import Hardware, ModelProfile, rank_host_parts, zero_settings
@@ -391,15 +392,12 @@ class CandidateTable:
         )
 
 
-_KNOBS = {knob.name: knob for knob in KNOBS}
-
-
 def static_settings(params: Mapping[str, Any]) -> Hashable:
     """Return the values of a lineage's knobs that a running engine cannot change."""
     return frozenset(
         (name, ds_config.canonical_number(value))
         for name, value in params.items()
-        if name not in _KNOBS or not _KNOBS[name].is_live(params)
+        if name not in KNOB_OF or not KNOB_OF[name].is_live(params)
     )
 
 

@@ -112,7 +112,7 @@ class GuidedPlanner:
         self._cached: tuple[Hashable, Candidate | None] | None = None
         """Key and result of the last call: a tuner first asks whether a candidate exists, then for the candidate."""
         self._latest: tuple[Sequence[FrozenTrial], Posterior, Observations] | None = None
-        self._posteriors: tuple[Hashable, Posterior] | None = None
+        self._last_posterior: tuple[Hashable, Posterior] | None = None
         """Key and posterior of the last observations."""
 
     def next(self, trials: Sequence[FrozenTrial], fixed: Mapping[str, Any] = MappingProxyType({})) -> Candidate | None:
@@ -172,9 +172,9 @@ class GuidedPlanner:
     def _given(self, observations: Observations, samples: int | None) -> Posterior:
         """Return the posterior given observations, which are equal from the end of a trial to the end of another."""
         key = observations.digest(), samples
-        if self._posteriors is None or self._posteriors[0] != key:
-            self._posteriors = key, Posterior(self.problem, observations, samples_limit=samples)
-        return self._posteriors[1]
+        if self._last_posterior is None or self._last_posterior[0] != key:
+            self._last_posterior = key, Posterior(self.problem, observations, samples_limit=samples)
+        return self._last_posterior[1]
 
     def fitted_coefficients(self, trials: Sequence[FrozenTrial]) -> LogCoefficients:
         """Return the coefficients of the step-time model fitted to these trials."""
@@ -325,8 +325,7 @@ class GuidedPlanner:
         paying = short | ~posterior.is_dear(acquisition)
         known = np.isin(self.problem.table.structure[rows], posterior.known_structures)
         slow = known & (acquisition.log_objective < acquisition.over - DEFICIT)
-        needed = self.min_gain * np.where(slow, np.maximum(1.0, relative), relative)
-        worth = paying & (acquisition.gain >= needed)
+        worth = paying & (acquisition.gain >= self.min_gain * np.where(slow, np.maximum(1.0, relative), relative))
         if worth.any():  # slow ones come last (``first_launched``), after launches that may be worth less
             allowed = worth if slow[worth].all() else paying
             return rows[allowed], sizes[allowed], acquisition.take(allowed)

@@ -107,12 +107,12 @@ def _remove_abandoned(path: Path) -> None:
 
 
 def remove_unlocked(path: Path) -> None:
-    """Remove a file; raise ``OSError`` for a link or a folder, and if a process has locked it."""
-    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    """Remove a file; raise ``OSError`` for a link or a folder, and if a process has locked or removed it."""
+    descriptor = try_lock(path)
+    if descriptor is None:
+        raise BlockingIOError(errno.EWOULDBLOCK, "locked, gone, or not a file", str(path))
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(descriptor), path.lstat()):
-            path.unlink()
+        path.unlink()
     finally:
         os.close(descriptor)
 
@@ -125,7 +125,7 @@ def try_lock(path: Path) -> int | None:
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(descriptor).st_ino == path.stat().st_ino:
+        if os.path.samestat(os.fstat(descriptor), path.lstat()):
             return descriptor
     except OSError:
         pass

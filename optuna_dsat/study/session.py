@@ -19,7 +19,7 @@ from optuna_dsat.study.profile.fingerprint import fingerprint
 from optuna_dsat.study.profile.host import check_nvme
 from optuna_dsat.study.profile.permission import refused_in_words, refused_knobs
 from optuna_dsat.study.profile.profiled import Profiled
-from optuna_dsat.study.profile.script import enqueue_user_config, stated_micro_batch
+from optuna_dsat.study.profile.script import enqueue_user_config, stated_batch
 from optuna_dsat.study.profile.turn import ProfileTurn
 from optuna_dsat.study.progress import Message, Observer, Phase
 from optuna_dsat.study.result import StudyResult
@@ -106,8 +106,8 @@ class Session:
             self._context.say(profiled.trainer.announcement())
         if profiled.batch is not None:
             configured = replace(profiled, batch=None).followed_by(self.spec)
-            stated = stated_micro_batch(configured, ranks=profiled.data_parallel_size)
-            self._context.say(profiled.batch.announcement(stated=stated))
+            stated = stated_batch(configured, ranks=profiled.data_parallel_size)
+            self._context.say(profiled.batch.announcement(stated=None if stated is None else stated.micro_batch))
         found = {
             "ZeRO stage": profiled.stage_option,
             "accumulation steps": profiled.accumulation_option,

@@ -92,10 +92,10 @@ def build_spec(method: str, options: TuneOptions, devices: Devices) -> StudySpec
 
 def _at_known_batch(spec: StudySpec) -> StudySpec:
     """Return the spec with the global batch of every launch, if that is known and within the bounds."""
-    batch, ranks = spec.train_batch_size, spec.data_parallel_ranks
-    stated = ds_config.effective(spec.ds_config)
-    if spec.batch == "keep" and any(isinstance(stated.get(key), int) for key in ds_config.BATCH_KEYS[:2]):
-        batch = ds_config.batch_triangle(stated, world_size=ranks).train_batch_size
+    from optuna_dsat.study.profile.script import stated_batch
+
+    stated = stated_batch(spec, ranks=spec.data_parallel_ranks) if spec.batch == "keep" else None
+    batch = spec.train_batch_size if stated is None else stated.train_batch_size
     bounds = {
         "--max-train-batch-size": spec.max_train_batch_size,
         "autotuning.max_train_batch_size": ds_config.parse_autotuning(spec.ds_config).max_train_batch_size,

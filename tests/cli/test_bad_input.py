@@ -135,7 +135,7 @@ def test_bad_input_is_one_clear_line_and_leaves_nothing(folder: Path, tune: Run,
 
 @pytest.mark.usefixtures("folder")
 def test_a_search_that_is_refused_looks_for_no_leftovers(tune: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It named those of the tests that ran beside this one."""
+    """Its notices named leftovers of other tests."""
     monkeypatch.setattr(LeftoverWatch, "begin", Mock(side_effect=AssertionError))
     assert tune(*CASES["python-does-not-start"][0]).returncode == 2
 

@@ -226,10 +226,9 @@ class SimulatedLauncher:
                 f"{self.free_slots} of {self._total} are free."
             )
         result = self._landscape.run(request.ds_config, request.slots)
-        config = (
-            request.ds_config if any(request.ds_config.get(MODEL, {}).values()) else without_model(request.ds_config)
-        )
-        key = json.dumps(config, sort_keys=True, default=str)
+        config = request.ds_config
+        changes_model = any(config.get(MODEL, {}).values())
+        key = json.dumps(config if changes_model else without_model(config), sort_keys=True, default=str)
         rng = random.Random(hashlib.sha256(f"{self._seed}/{key}/{self._attempts[key]}".encode()).digest())
         self._attempts[key] += 1
         luck = max(0.1, rng.gauss(1.0, self._noise))

@@ -182,7 +182,7 @@ def test_a_search_that_ends_looks_once_more(monkeypatch: pytest.MonkeyPatch, tmp
 
 def test_folders_without_permissions_are_removed_at_any_depth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # other users cannot enter the folders above
-    deep, user = Path("world/work/incompat/volatile"), os.geteuid() or 65534
+    deep, user = Path("world", "work", "incompat", "volatile"), os.geteuid() or 65534
     deep.mkdir(parents=True)
     for path in (Path(), deep, *deep.parents[:-1]):
         os.chown(path, user, -1)

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from optuna_dsat.config.ds_config import BatchTriangle
 from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.protocol import LaunchRequest
 from optuna_dsat.plan.from_script import plan_script
-from optuna_dsat.study.profile.script import stated_micro_batch, user_config
+from optuna_dsat.study.profile.script import stated_batch, user_config
 from optuna_dsat.study.space import space_of
 from optuna_dsat.study.spec import StudySpec, parse_bytes
 from tests.harness.landscapes import Hill
@@ -140,8 +141,8 @@ def test_the_batch_of_a_pipeline_is_no_contradiction_before_its_stages_are_known
 
 
 def test_a_micro_batch_that_only_the_global_batch_gives_is_stated() -> None:
-    assert stated_micro_batch(spec(ds_config={"train_batch_size": 32}), ranks=2) == 16
-    assert stated_micro_batch(spec(ds_config={"train_micro_batch_size_per_gpu": "auto"}), ranks=2) is None
+    assert stated_batch(spec(ds_config={"train_batch_size": 32}), ranks=2) == BatchTriangle(32, 16, 1)
+    assert stated_batch(spec(ds_config={"train_micro_batch_size_per_gpu": "auto"}), ranks=2) is None
 
 
 def test_a_global_batch_is_a_multiple_of_the_ranks_that_train_different_samples() -> None:

@@ -154,7 +154,7 @@ class _Redirection:
         return at.path if at.is_dir and at.visible and _is_own_dir(at.path) else at.real
 
     def subprocess(self, module: ModuleType) -> None:
-        """Start processes in folders that exist in the layer only; what they write there stays there."""
+        """Start processes in folders that exist in the layer only; their writes stay there."""
 
         @patch(module.Popen, "__init__")
         def start(original: Any, process: Any, *args: Any, **options: Any) -> None:

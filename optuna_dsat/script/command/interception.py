@@ -166,7 +166,8 @@ def count_launches(words: Sequence[str], *, cwd: Path, script: str = "") -> int:
     text = ""
     for word in words:
         with contextlib.suppress(OSError):
-            text += read_regular(cwd / word).decode(errors="replace") if is_wrapper(word, cwd=cwd) else ""
+            if (cwd / word).is_file() and is_wrapper(word, cwd=cwd):  # a program on PATH is no text
+                text += read_regular(cwd / word).decode(errors="replace")
     lines = text.replace("\\\n", " ").splitlines()
     code = [line for line in lines if not line.strip().startswith(("#", "echo "))]
     return sum(bool(names_script.search(line) or _LAUNCH_LINE.search(line)) for line in code)

@@ -74,13 +74,12 @@ class ProfileAttempt:
         zero = "your own ZeRO settings" if self.structure is None else self.structure.words
         return zero if self.accumulation == 1 else f"{zero} and {self.accumulation} accumulation steps"
 
-    def with_least(self, micro_batch: int, accumulation: int, *, checkpoints: bool | None = None) -> ProfileAttempt:
+    def with_least(self, micro_batch: int, accumulation: int) -> ProfileAttempt:
         """Return the attempt with batch sizes of at least these values."""
         return replace(
             self,
             micro_batch=max(self.micro_batch, micro_batch),
             accumulation=max(self.accumulation, accumulation),
-            checkpoints=self.checkpoints if checkpoints is None else checkpoints,
         )
 
     def overlay(self) -> dict[str, Any]:
@@ -170,8 +169,8 @@ def measure_profile(
         return request, record, report
 
     while attempts:
-        planned = attempts.popleft()
-        attempt = planned.with_least(least, accumulation, checkpoints=checkpoints)
+        planned = replace(attempts.popleft(), checkpoints=checkpoints)
+        attempt = planned.with_least(least, accumulation)
         stage = None if attempt.structure is None else attempt.structure.stage
         if stage is not None and ((pipeline and stage > 1) or (only_zero_3 and stage < 3)):
             continue  # DeepSpeed refuses it
@@ -184,7 +183,7 @@ def measure_profile(
         if report.outcome is Outcome.MEASURED and record.profile is not None and record.engine is not None:
             if least > planned.micro_batch and accumulation > 1:
                 for micro_batch, steps in ((least, 1), (1, accumulation)):
-                    other = planned.with_least(micro_batch, steps, checkpoints=checkpoints)
+                    other = planned.with_least(micro_batch, steps)
                     again, seen, ended = launch(other)
                     if ended.outcome is Outcome.MEASURED and seen.profile is not None and seen.engine is not None:
                         attempt, least, request, record, report = other, micro_batch, again, seen, ended

@@ -114,10 +114,10 @@ class Profiled(Record):
         accepted = self.stage_choices.get(spec.script.arg_mappings.get(STAGE, self.stage_option)) or stages
         stages = tuple(stage for stage in stages if stage in accepted) or stages
         multiple = math.lcm(spec.divisible_by, self.micro_batch_multiple)
-        own = {f"{MODEL}.{CHECKPOINT_EVERY}": (1, None)} if self.checkpoints else {}
+        checkpointing = {f"{MODEL}.{CHECKPOINT_EVERY}": (1, None)} if self.checkpoints else {}
         return follow_script(
             spec.model_copy(update={"zero_stages": stages, "divisible_by": multiple}),
-            differences={**self.config_differences, **own},
+            differences={**self.config_differences, **checkpointing},
             trainer=self.trainer,
             defaults=self.option_defaults,
             batch=self.batch,

@@ -30,12 +30,12 @@ def user_train_batch_size(spec: StudySpec, *, ranks: int) -> int:
     return ds_config.batch_triangle(config, world_size=ranks).train_batch_size
 
 
-def stated_micro_batch(spec: StudySpec, *, ranks: int) -> int | None:
-    """Return the micro-batch that the user's config gives, perhaps by its global batch; None if it gives neither."""
+def stated_batch(spec: StudySpec, *, ranks: int) -> ds_config.BatchTriangle | None:
+    """Return the batch sizes of a config that gives its micro-batch or global batch; None if it gives neither."""
     config = ds_config.effective(spec.ds_config)
     if not any(isinstance(config.get(key), int) for key in (ds_config.TRAIN_BATCH, ds_config.MICRO_BATCH)):
         return None
-    return ds_config.batch_triangle(config, world_size=ranks).micro_batch
+    return ds_config.batch_triangle(config, world_size=ranks)
 
 
 def user_config(spec: StudySpec, *, data_parallel_size: int | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -89,8 +89,8 @@ def follow_trainer(
             if own is not None and _is_open(config.get(key)):
                 config[key] = own
         if _is_open(config.get(ds_config.GRADIENT_ACCUMULATION)):
-            own = _mapped_value(spec, ds_config.TRAIN_BATCH, defaults)
-            config |= {} if own is None else {ds_config.TRAIN_BATCH: own}
+            batch = _mapped_value(spec, ds_config.TRAIN_BATCH, defaults)
+            config |= {} if batch is None else {ds_config.TRAIN_BATCH: batch}
     result = {} if trainer is None else trainer.options
     options = {key: _as_given(option, spec.script.args) for key, option in result.items()}
     changes: dict[str, Any] = {"arg_mappings": {**options, **spec.script.arg_mappings}}

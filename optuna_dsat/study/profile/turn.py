@@ -308,12 +308,13 @@ def _samples_in_words(spec: StudySpec, record: LaunchRecord, engine: EngineReady
 def _checkpointing_in_words(spec: StudySpec, profiled: Profiled) -> str:
     """Return whether activation checkpointing is searched; empty where memory is not short and nobody asks."""
     is_short = is_memory_bound(spec, profiled)
-    if profiled.checkpoints and searches_checkpointing(spec, profiled):
+    is_searched = searches_checkpointing(spec, profiled)
+    if is_searched and profiled.checkpoints:
         return (
             "Your script checkpoints activations. Trials without checkpointing are searched, too: they save the second "
             f"forward pass and need more memory. --no-tune {CHECKPOINT_EVERY} leaves the model as it is."
         )
-    if searches_checkpointing(spec, profiled):
+    if is_searched:
         return (
             f"Activation checkpointing of the model's {things_in_words(profiled.profile.blocks, 'repeated block')} is "
             f"searched{', as memory is short' * is_short}. --no-tune {CHECKPOINT_EVERY} leaves the model as it is."
