@@ -119,8 +119,8 @@ class WarmRanks:
 
 
 def without_pytest(environment: Mapping[str, str]) -> dict[str, str]:
-    """Remove variables that pytest changes for each test, and one that an import of DeepSpeed sets in its process."""
-    changing = ("PYTEST_", "PYTORCH_NVML_BASED_CUDA_CHECK")
+    """Remove variables that pytest changes for each test, and those that torch and DeepSpeed set in its process."""
+    changing = ("PYTEST_", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_", "TRITON_")
     return {name: value for name, value in environment.items() if not name.startswith(changing)}
 
 

@@ -136,12 +136,12 @@ SPIN = "while :; do :; done"
 class SilentRankBench:
     """A rank below an agent, both of them shells, followed as a launch with a simulated clock."""
 
-    def __init__(self, folder: Path, script: str, *, stall_s: float = 4.0) -> None:
+    def __init__(self, folder: Path, script: str, *, stall_s: float = 4.0, timeout_s: float | None = None) -> None:
         self.mark = new_mark()
         environ = {**os.environ, MARK_ENV: self.mark, "RANK_SCRIPT": script}
         self.agent = subprocess.Popen(["/bin/sh", "-c", '/bin/sh -c "$RANK_SCRIPT" & wait'], env=environ)
         self.rank = child_of(self.agent.pid)
-        self.launch = followed(folder, self.agent, self.mark, stall_s=stall_s)
+        self.launch = followed(folder, self.agent, self.mark, stall_s=stall_s, timeout_s=timeout_s)
         self.write(RankStarted(rank=0, time=1.0, local_rank=0, world_size=1, pid=self.rank.pid, host="h"))
 
     def write(self, event: Event) -> None:
@@ -203,11 +203,11 @@ def cpu_s(process: psutil.Process) -> float:
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Callable[[str], SilentRankBench]]:
+def bench(tmp_path: Path) -> Iterator[Callable[..., SilentRankBench]]:
     made: list[SilentRankBench] = []
 
-    def make(script: str) -> SilentRankBench:
-        made.append(SilentRankBench(tmp_path, script))
+    def make(script: str, **limits: float) -> SilentRankBench:
+        made.append(SilentRankBench(tmp_path, script, **limits))
         return made[-1]
 
     yield make
@@ -216,25 +216,35 @@ def bench(tmp_path: Path) -> Iterator[Callable[[str], SilentRankBench]]:
         item.agent.wait()
 
 
-def test_a_rank_that_sleeps_is_stalled_and_the_message_says_after_what(bench: Callable[[str], SilentRankBench]) -> None:
+def test_a_rank_that_sleeps_is_stalled_and_the_message_says_after_what(bench: Callable[..., SilentRankBench]) -> None:
     message = bench("exec sleep 600").pass_time(None)
     assert message.startswith("no sign of life from any rank for 4 s (--stall-timeout); no step was finished")
     assert message.endswith("last seen: the start of the script (rank 0) 5 s ago")
 
 
-def test_a_rank_that_computes_before_its_first_step_is_alive(bench: Callable[[str], SilentRankBench]) -> None:
+def test_a_launch_that_takes_longer_than_its_limit_is_ended(bench: Callable[..., SilentRankBench]) -> None:
+    launch = bench("exec sleep 600", timeout_s=2.0).launch
+    launch.advance(2.0)
+    assert launch.stop_reason is None
+    launch.advance(2.5)
+    assert launch.stop_reason is not None
+    assert launch.stop_reason.outcome is Outcome.TIMEOUT
+    assert launch.stop_reason.message == "longer than the limit of 2 s (--trial-timeout); no step was finished"
+
+
+def test_a_rank_that_computes_before_its_first_step_is_alive(bench: Callable[..., SilentRankBench]) -> None:
     computing = bench(SPIN)
     assert computing.pass_time(computing.rank) == ""
 
 
-def test_a_rank_that_spins_after_its_first_step_is_stalled(bench: Callable[[str], SilentRankBench]) -> None:
+def test_a_rank_that_spins_after_its_first_step_is_stalled(bench: Callable[..., SilentRankBench]) -> None:
     spinning = bench(SPIN)
     spinning.write(step_of(step=1, time=2.0))
     message = spinning.pass_time(spinning.rank)
     assert "the last step was 1 of 3; last seen: a step (rank 0)" in message
 
 
-def test_a_compiler_below_a_rank_is_alive_after_the_first_step_too(bench: Callable[[str], SilentRankBench]) -> None:
+def test_a_compiler_below_a_rank_is_alive_after_the_first_step_too(bench: Callable[..., SilentRankBench]) -> None:
     compiling = bench(f"({SPIN}) & wait")
     compiling.write(step_of(step=1, time=2.0))
     assert compiling.pass_time(child_of(compiling.rank.pid)) == ""

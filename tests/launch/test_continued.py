@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,8 +20,7 @@ from optuna_dsat.launch.machine.devices import cpu_devices
 from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import EngineReady, StepMeasured
-from optuna_dsat.runtime.measure.live import order_next
-from optuna_dsat.runtime.overlay import MICRO_BATCH
+from optuna_dsat.runtime.overlay import GRADIENT_ACCUMULATION, MICRO_BATCH
 from tests.harness.launches import DS_CONFIG, events, reports, request, updates_until, updates_until_finished
 
 from .test_torchrun import assert_gone
@@ -73,8 +72,7 @@ def sizes(steps: list[StepMeasured]) -> set[int | None]:
     return {step.observed_micro_batch for step in steps}
 
 
-@pytest.mark.parametrize("data", ["loader", "stream", "batches"])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("data", "workers"), [("loader", 2), ("stream", 0), ("batches", 2)])
 def test_sizes_are_measured_in_one_launch(run: Run, launcher: TorchrunLauncher, data: str, workers: int) -> None:
     options = ("--data", data, "--workers", str(workers))
     first, _ = run("first", *options)
@@ -91,8 +89,6 @@ def test_sizes_are_measured_in_one_launch(run: Run, launcher: TorchrunLauncher, 
         assert record.stdout(0).exists()
         assert json.loads(record.report.read_text())["root"] == first.launch_id
         assert workers or len([*descriptors.iterdir()]) == before
-    run("other", *options, config={"zero_optimization": {"stage": 1}})
-    assert_gone(first.pids)
 
 
 def test_stages_of_a_pipeline_send_their_shapes_anew(launcher: TorchrunLauncher, tmp_path: Path) -> None:
@@ -112,16 +108,22 @@ def test_stages_of_a_pipeline_send_their_shapes_anew(launcher: TorchrunLauncher,
     assert [report.root for report in reported] == ["", *[reported[0].launch_id] * 2]
 
 
-def test_a_request_that_does_not_continue_is_launched(run: Run) -> None:
+def test_another_structure_and_a_request_that_does_not_continue_are_launched(run: Run) -> None:
     first, _ = run("first")
+    staged, _ = run("staged", config={"zero_optimization": {"stage": 1}})
     other, _ = run("other", size=8, continues=False)
     third, _ = run("third", size=2)
-    assert other.root == third.root == ""
-    assert_gone([*first.pids, *other.pids])
+    assert staged.root == other.root == third.root == ""
+    assert_gone([*first.pids, *staged.pids, *other.pids])
 
 
-def test_ranks_leave_when_nothing_continues_them(run: Run, launcher: TorchrunLauncher) -> None:
+def test_accumulation_follows_where_the_engine_counts_and_ranks_leave_when_nothing_continues_them(
+    run: Run, launcher: TorchrunLauncher
+) -> None:
     first, _ = run("first")
+    report, steps = run("second", config={"gradient_accumulation_steps": 3})
+    assert report.root == first.launch_id
+    assert {step.samples for step in steps} == {12}
     deadline = time.monotonic() + 10
     while launcher._parked and time.monotonic() < deadline:
         launcher.poll(0.1)
@@ -129,28 +131,20 @@ def test_ranks_leave_when_nothing_continues_them(run: Run, launcher: TorchrunLau
     assert launcher.free_slots == 2
 
 
-def test_accumulation_follows_where_the_engine_counts(run: Run) -> None:
-    first, _ = run("first")
-    report, steps = run("second", config={"gradient_accumulation_steps": 3})
-    assert report.root == first.launch_id
-    assert {step.samples for step in steps} == {12}
-
-
 def test_inputs_that_a_script_makes_once_are_repeated(run: Run) -> None:
     first, _ = run("first", "--data", "once")
-    for size in (8, 3, 4):
+    for size in (8, 3):
         report, steps = run(f"size-{size}", "--data", "once", size=size)
         assert (report.outcome, report.root, sizes(steps)) == (Outcome.MEASURED, first.launch_id, {size})
 
 
-@pytest.mark.parametrize("options", [["--data", "labels"], ["--data", "once", "--epochs", "4"]])
-def test_what_fails_in_a_running_engine_is_launched(run: Run, launcher: TorchrunLauncher, options: list[str]) -> None:
+def test_a_script_whose_steps_suffice_for_one_trial_continues_none(run: Run, launcher: TorchrunLauncher) -> None:
+    options = ("--data", "once", "--epochs", "4")
     run("first", *options)
     refused, _ = run("second", *options, size=8)
-    short = "--epochs" in options  # the script's steps suffice for one trial alone
-    assert (refused.afresh, refused.outcome is Outcome.OUT_OF_DATA, launcher._continues) == (True, short, not short)
+    assert (refused.afresh, refused.outcome, launcher._continues) == (True, Outcome.OUT_OF_DATA, False)
     again, steps = run("again", *options, size=8)
-    assert (again.outcome, again.root, sizes(steps)) == (Outcome.MEASURED, "", {8})
+    assert (again.outcome, again.root, again.afresh, sizes(steps)) == (Outcome.MEASURED, "", False, {8})
 
 
 def test_a_script_that_does_not_follow_is_launched_afresh(run: Run, notices: list[str]) -> None:
@@ -165,38 +159,28 @@ def test_a_script_that_does_not_follow_is_launched_afresh(run: Run, notices: lis
     assert other.root == "", "what the script did not follow is not tried again"
 
 
-def test_a_setting_that_an_engine_refuses_by_name_is_not_changed_again(tmp_path: Path) -> None:
+SCATTER = "zero_optimization.reduce_scatter"
+
+
+@pytest.mark.parametrize(
+    ("changed", "why", "key"),
+    [
+        ((MICRO_BATCH, SCATTER), "a mixture of experts needs reduce_scatter", SCATTER),
+        ((MICRO_BATCH, GRADIENT_ACCUMULATION), "the batch size is 4, not 8", MICRO_BATCH),
+        ((MICRO_BATCH, GRADIENT_ACCUMULATION), "the forward passes of a step are 1, not 3", GRADIENT_ACCUMULATION),
+        ((SCATTER,), "the script's own mistake", None),
+    ],
+)
+def test_the_setting_that_explains_a_failure_is_not_changed_again(
+    tmp_path: Path, changed: Sequence[str], why: str, key: str | None
+) -> None:
     """The micro-batch, which changed as well, was then no longer changed in running engines."""
     notices: list[str] = []
     made = local_launcher(tmp_path, devices=cpu_devices(2), base_env={}, warm=False, on_notice=notices.append)
-    refused = "zero_optimization.reduce_scatter"
-    made._learn_limit({MICRO_BATCH: 8, refused: False}, "a mixture of experts needs reduce_scatter")
-    assert made._not_followed == {refused}
-    assert notices == [
-        f"Trials with another {refused} are launched one by one, as one in a running engine failed: a mixture of "
-        "experts needs reduce_scatter."
-    ]
-
-
-def test_a_loader_that_never_reaches_the_size_is_launched_afresh(run: Run) -> None:
-    first, _ = run("first", "--data", "cut")
-    refused, steps = run("second", "--data", "cut", size=8)
-    assert (refused.outcome, refused.root, refused.afresh) == (Outcome.SCRIPT_ERROR, first.launch_id, True)
-    assert "the batch size is 4, not 8" in refused.message
-    assert not steps
-    assert_gone(first.pids)
-    again, steps = run("again", "--data", "cut", size=8)
-    assert (again.outcome, again.root, sizes(steps)) == (Outcome.MEASURED, "", {8})
-
-
-def test_a_script_that_accumulates_by_itself_is_launched_afresh(run: Run) -> None:
-    run("first", "--accumulates")
-    refused, _ = run("second", "--accumulates", config={"gradient_accumulation_steps": 3})
-    assert refused.afresh
-    size, _ = run("third", "--accumulates", size=8)
-    assert size.root == "", "the launch before has failed"
-    more, _ = run("fourth", "--accumulates", size=2)
-    assert more.root == size.launch_id, "a size is followed"
+    made._learn_limit(dict.fromkeys(changed), why)
+    assert (made._not_followed, made._continues) == ({key} - {None}, key is not None)
+    what = "" if key is None else f" with another {key}"
+    assert notices == [f"Trials{what} are launched one by one, as one in a running engine failed: {why}."]
 
 
 @pytest.mark.parametrize(("fed", "continues"), [({4}, True), ({4, 9}, False), ({None}, False)])
@@ -228,14 +212,6 @@ def test_out_of_memory_ends_the_launch_and_counts(run: Run) -> None:
     assert third.root == ""
 
 
-def test_data_that_do_not_last_are_measured_in_an_own_launch(run: Run) -> None:
-    run("first", "--samples", "16")
-    refused, _ = run("second", "--samples", "16", size=32)
-    assert refused.afresh
-    again, _ = run("again", "--samples", "16", size=32)
-    assert not again.afresh
-
-
 def test_a_rank_that_dies_while_it_waits_costs_nothing(run: Run, launcher: TorchrunLauncher) -> None:
     first, _ = run("first")
     os.kill(first.pids[-1], signal.SIGKILL)
@@ -245,15 +221,6 @@ def test_a_rank_that_dies_while_it_waits_costs_nothing(run: Run, launcher: Torch
     assert (second.root, sizes(steps)) == ("", {8})
     assert_gone(first.pids)
     assert launcher.free_slots == 2
-
-
-def test_ranks_that_have_left_a_tuner_that_stood_still_cost_nothing(run: Run, launcher: TorchrunLauncher) -> None:
-    first, _ = run("first")
-    order_next(launcher.run_directory(first.launch_id).root, None)  # as after the longest wait
-    time.sleep(0.5)
-    second, steps = run("second", size=8)
-    assert (second.outcome, second.root, second.afresh, sizes(steps)) == (Outcome.MEASURED, "", False, {8})
-    assert_gone(first.pids)
 
 
 @pytest.mark.parametrize(("number", "outcome"), [(signal.SIGKILL, Outcome.KILLED), (signal.SIGSTOP, Outcome.STALLED)])
@@ -274,13 +241,6 @@ def test_a_rank_that_fails_after_steps_of_a_continued_trial_costs_this_trial_onl
     assert (again.root, more.root) == ("", again.launch_id), "sizes are followed as before"
 
 
-def test_a_rank_that_stands_still_is_found(run: Run) -> None:
-    first, _ = run("first", "--end", "sleep", "--end-size", "8", stall_s=3)
-    stalled, _ = run("second", "--end", "sleep", "--end-size", "8", size=8, stall_s=3)
-    assert (stalled.outcome, stalled.afresh) == (Outcome.STALLED, True)
-    assert_gone(first.pids)
-
-
 def test_a_rank_that_is_stopped_between_two_trials_is_found(run: Run, launcher: TorchrunLauncher) -> None:
     first, _ = run("first", stall_s=3)
     os.kill(first.pids[-1], signal.SIGSTOP)
@@ -290,27 +250,30 @@ def test_a_rank_that_is_stopped_between_two_trials_is_found(run: Run, launcher: 
     assert launcher.free_slots == 2
 
 
-def test_a_pruned_trial_leaves_its_ranks_to_the_next(launcher: TorchrunLauncher, tmp_path: Path) -> None:
+def test_a_profile_and_a_pruned_trial_leave_their_ranks_to_the_next_and_what_is_ordered_can_be_stopped(
+    launcher: TorchrunLauncher, tmp_path: Path
+) -> None:
     (tmp_path / "user_config.json").write_text(json.dumps(DS_CONFIG))
-    asked = trial(tmp_path, "first", end_profile_step=6)
-    launcher.start(asked)
-    updates_until(launcher, lambda seen: events(seen, StepMeasured))
-    launcher.stop(asked.launch_id)
-    report = reports(updates_until_finished(launcher))[asked.launch_id]
-    assert report.outcome is Outcome.PRUNED
-    launcher.start(trial(tmp_path, "second", size=8))
-    second = reports(updates_until_finished(launcher))
-    assert [each.root for each in second.values()] == [asked.launch_id]
-
-
-def test_the_profile_goes_on_with_the_baseline(run: Run, launcher: TorchrunLauncher, tmp_path: Path) -> None:
-    (tmp_path / "user_config.json").write_text(json.dumps(DS_CONFIG))
-    asked = replace(trial(tmp_path, "profile", size=1), purpose="profile")
-    launcher.start(asked)
-    assert reports(updates_until_finished(launcher))[asked.launch_id].outcome is Outcome.MEASURED
-    report, steps = run("baseline", size=4)
-    assert report.root == asked.launch_id
-    assert sizes(steps) == {4}
+    profile = replace(trial(tmp_path, "profile", size=1), purpose="profile")
+    launcher.start(profile)
+    assert reports(updates_until_finished(launcher))[profile.launch_id].outcome is Outcome.MEASURED
+    pruned = trial(tmp_path, "pruned", size=4, end_profile_step=6)
+    launcher.start(pruned)
+    seen = updates_until(launcher, lambda seen: events(seen, StepMeasured))
+    launcher.stop(pruned.launch_id)
+    report = reports([*seen, *updates_until_finished(launcher)])[pruned.launch_id]
+    assert (report.outcome, report.root) == (Outcome.PRUNED, profile.launch_id)
+    second = trial(tmp_path, "second", size=2)
+    launcher.start(second)
+    assert reports(updates_until_finished(launcher))[second.launch_id].root == profile.launch_id
+    stopped = trial(tmp_path, "stopped", size=8)
+    launcher.start(stopped)
+    launcher.stop(stopped.launch_id)
+    assert reports(updates_until_finished(launcher))[stopped.launch_id].outcome is Outcome.PRUNED
+    launcher.start(trial(tmp_path, "last", size=2))
+    updates = updates_until_finished(launcher)
+    assert sizes(events(updates, StepMeasured)) == {2}
+    assert {event.train_micro_batch_size_per_gpu for event in events(updates, EngineReady)} == {2}
 
 
 def test_a_profile_that_changed_the_users_files_goes_on_with_nothing(
@@ -327,17 +290,3 @@ def test_a_profile_that_changed_the_users_files_goes_on_with_nothing(
         updates_until_finished(launcher)
     launcher.stop(baseline.launch_id)
     assert [*reports(updates_until_finished(launcher))] == [baseline.launch_id]
-
-
-def test_what_is_ordered_can_be_stopped(launcher: TorchrunLauncher, tmp_path: Path) -> None:
-    (tmp_path / "user_config.json").write_text(json.dumps(DS_CONFIG))
-    first, second = (trial(tmp_path, name, size=size) for name, size in (("first", 4), ("second", 8)))
-    launcher.start(first)
-    updates_until_finished(launcher)
-    launcher.start(second)
-    launcher.stop(second.launch_id)
-    assert reports(updates_until_finished(launcher))[second.launch_id].outcome is Outcome.PRUNED
-    launcher.start(trial(tmp_path, "third", size=2))
-    updates = updates_until_finished(launcher)
-    assert {step.observed_micro_batch for step in events(updates, StepMeasured)} == {2}
-    assert {event.train_micro_batch_size_per_gpu for event in events(updates, EngineReady)} == {2}

@@ -117,23 +117,36 @@ def test_the_end_of_an_agent_is_known_without_it(launches: Forking, monkeypatch:
     assert launches._server is not server
 
 
-def test_one_that_leaves_an_order_unanswered_is_ended(
-    launches: Forking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(warm, "_ANSWER_LIMIT_S", 0.3)
-    server: Any = launches._server
-    server.process.send_signal(signal.SIGSTOP)
-    order = PreparedLaunch(
+def order(tmp_path: Path, **variables: str) -> PreparedLaunch:
+    return PreparedLaunch(
         python=sys.executable,
         launch_id="trial-0000",
         mark="",
         argv=(),
         shown=(),
         arguments=(),
-        environ=ENVIRON,
+        environ={**ENVIRON, **variables},
         cwd=str(tmp_path),
         directory=RunDirectory.create(tmp_path, "trial-0000"),
     )
+
+
+def test_a_launch_in_another_environment_is_left_to_plain_torchrun(
+    launches: Forking, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launches.start(order(tmp_path, SOMETHING="else")) is None
+    assert capsys.readouterr().out.strip() == (
+        "Launches run by plain torchrun, which takes seconds longer for each: "
+        "the environment of this launch differs in SOMETHING."
+    )
+
+
+def test_one_that_leaves_an_order_unanswered_is_ended(
+    launches: Forking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warm, "_ANSWER_LIMIT_S", 0.3)
+    server: Any = launches._server
+    server.process.send_signal(signal.SIGSTOP)
     with pytest.raises(WarmUnavailableError, match=r"gave no answer in 0.3 s"):
-        launches.fork(order)
+        launches.fork(order(tmp_path))
     assert server.process.poll() == -signal.SIGKILL, "or it would fork, once it goes on"

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -104,40 +103,22 @@ def test_a_rank_that_is_killed_ends_the_launch(launcher: TorchrunLauncher, cwd: 
     assert_gone(report.pids)
 
 
-def test_a_launch_is_pruned_in_flight_and_the_next_one_starts(launcher: TorchrunLauncher, cwd: Path) -> None:
-    launcher.start(request(cwd, script=STUB, args=("--step-s", "0.05"), end_profile_step=900))
-    updates_until(launcher, lambda seen: events(seen, StepMeasured))
-    launcher.stop("trial-0000", message="cannot win")
+def test_launches_side_by_side_do_not_clash_and_one_is_pruned_in_flight(launcher: TorchrunLauncher, cwd: Path) -> None:
+    long = ("--step-s", "0.05")
+    launcher.start(request(cwd, launch_id="pruned", script=STUB, slots=1, args=long, end_profile_step=9000))
+    launcher.start(request(cwd, launch_id="measured", script=STUB, slots=1))
+    updates = updates_until_finished(launcher)
+    updates += updates_until(launcher, lambda seen: events([*updates, *seen], StepMeasured))
+    launcher.stop("pruned", message="cannot win")
     launcher.stop("unknown")
-    updates = updates_until_finished(launcher)  # both may come at once
-    assert [update.report.message for update in updates if isinstance(update, Settled)] == ["cannot win"]
-    report = reports(updates)["trial-0000"]
-    assert (report.outcome, report.message) == (Outcome.PRUNED, "cannot win")
-    assert_gone(report.pids)
-    report, _ = run(launcher, request(cwd, launch_id="trial-0001", script=STUB, args=("--steps", "1")))
-    assert report.outcome is Outcome.OUT_OF_DATA
-
-
-@pytest.mark.parametrize(
-    ("limits", "outcome"), [({"stall_s": 3.0}, Outcome.STALLED), ({"timeout_s": 6.0}, Outcome.TIMEOUT)]
-)
-def test_a_silent_launch_is_ended(
-    launcher: TorchrunLauncher, cwd: Path, limits: dict[str, Any], outcome: Outcome
-) -> None:
-    report, _ = run(launcher, request(cwd, script=STUB, args=("--end", "sleep", "--at", "2"), **limits))
-    assert report.outcome is outcome, report
-    assert_gone(report.pids)
-
-
-def test_launches_side_by_side_do_not_clash(launcher: TorchrunLauncher, cwd: Path) -> None:
-    for name in ("one", "two"):
-        launcher.start(request(cwd, launch_id=name, script=STUB, slots=1))
-    result = reports(updates_until_finished(launcher, 2))
-    assert {name: report.outcome for name, report in result.items()} == {
-        "one": Outcome.MEASURED,
-        "two": Outcome.MEASURED,
-    }, result
+    updates += updates_until_finished(launcher)  # both may come at once
+    told = {update.launch_id: update.report.message for update in updates if isinstance(update, Settled)}
+    assert told["pruned"] == "cannot win"
+    result = reports(updates)
+    assert (result["pruned"].outcome, result["pruned"].message) == (Outcome.PRUNED, "cannot win")
+    assert result["measured"].outcome is Outcome.MEASURED, result
     assert {report.devices for report in result.values()} == {(0,), (1,)}
+    assert_gone([*result["pruned"].pids, *result["measured"].pids])
 
 
 TUNER = """
@@ -236,8 +217,9 @@ def test_a_launch_follows_one_that_is_settled_and_a_waiting_one_can_be_stopped(
 
 
 def test_a_launch_without_memory_is_settled_before_its_processes_are_gone(
-    launcher: TorchrunLauncher, cwd: Path
+    warm_launcher: TorchrunLauncher, cwd: Path
 ) -> None:
-    launcher.start(request(cwd, launch_id="first", device_memory_bytes=150 * 2**20, args=("--batch", "4000000")))
-    assert settled(launcher).report.outcome is Outcome.OUT_OF_MEMORY
-    assert reports(updates_until_finished(launcher))["first"].outcome is Outcome.OUT_OF_MEMORY
+    name = f"{cwd.name}-full"
+    warm_launcher.start(request(cwd, launch_id=name, args=("--batch", "4000000"), device_memory_bytes=150 * 2**20))
+    assert settled(warm_launcher).report.outcome is Outcome.OUT_OF_MEMORY
+    assert reports(updates_until_finished(warm_launcher))[name].outcome is Outcome.OUT_OF_MEMORY

@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ import pytest
 
 from optuna_dsat.launch.launcher import TorchrunLauncher, local_launcher
 from optuna_dsat.launch.machine.devices import cpu_devices
-from optuna_dsat.launch.machine.processes import find_marked
 from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest, ScriptCommand
 from optuna_dsat.launch.warm.forking import Forking
 from optuna_dsat.launch.warm.server import WarmUnavailableError
@@ -25,7 +25,7 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.adapt.journal import SHARED_MEMORY
 from optuna_dsat.runtime.agent.preload import Preload
 from optuna_dsat.runtime.agent.processes import ProcessKey
-from optuna_dsat.runtime.events import ModulesImported, RankFailed, RankStarted, StepMeasured
+from optuna_dsat.runtime.events import ModulesImported, RankStarted, StepMeasured
 from tests.harness.launches import (
     DS_CONFIG,
     LIGHT,
@@ -111,20 +111,18 @@ def plain(folder: Path, base_env: dict[str, str]) -> Iterator[TorchrunLauncher]:
     made.close()
 
 
-def test_a_forked_rank_finds_what_a_started_one_does(
-    launcher: TorchrunLauncher, plain: TorchrunLauncher, folder: Path
-) -> None:
-    run(launcher, state_request(folder, "forked"))
+@pytest.mark.usefixtures("launcher")
+def test_a_forked_rank_finds_what_a_started_one_does(plain: TorchrunLauncher, folder: Path) -> None:
     run(plain, state_request(folder, "started"))
-    for forked, started in zip(states(folder, "forked"), states(folder, "started"), strict=True):
+    for forked, started in zip(states(folder, "first"), states(folder, "started"), strict=True):
         differing = {
             key: (forked[key], started[key]) for key in started.keys() - MAY_DIFFER if forked[key] != started[key]
         }
         assert differing == {}
         assert forked["sockets"] <= started["sockets"]
-    ctrl_c = states(folder, "forked")[0]["signals"][str(int(signal.SIGINT))]
+    ctrl_c = states(folder, "first")[0]["signals"][str(int(signal.SIGINT))]
     assert ctrl_c.startswith("<built-in function default_int"), "ignored only where it was from the start"
-    numbers = [number for s in states(folder, "forked") for number in (*s["random"], s["torch_seed"])]
+    numbers = [number for s in states(folder, "first") for number in (*s["random"], s["torch_seed"])]
     assert len(set(numbers)) == len(numbers), "ranks that are not seeded draw different numbers"
 
 
@@ -148,33 +146,25 @@ def test_the_profile_launch_finds_deepspeed_imported(launcher: TorchrunLauncher,
     assert {"torch", "deepspeed", "numpy"} <= set(imported.modules)
 
 
-def test_a_launch_never_sees_what_another_left_behind(launcher: TorchrunLauncher, folder: Path) -> None:
-    run(launcher, state_request(folder, "before"))
-    report, _ = run(launcher, state_request(folder, "disturber", "--disturb"))
-    assert report.outcome is Outcome.MEASURED, report
-    run(launcher, state_request(folder, "after"))
+def test_a_launch_sees_and_measures_nothing_of_what_another_left_behind(
+    launcher: TorchrunLauncher, folder: Path
+) -> None:
+    def losses(name: str, stage: int, *more: str) -> list[str]:
+        config = {**DS_CONFIG, "zero_optimization": {"stage": stage, "reduce_bucket_size": 10_000}}
+        asked = replace(state_request(folder, name, *more), ds_config=config, overlay=config)
+        report, updates = run(launcher, asked)
+        assert report.outcome is Outcome.MEASURED, report
+        assert {event.step for event in events(updates, StepMeasured)} == {1, 2, 3}
+        return sorted(str(event.loss) for event in events(updates, StepMeasured))
+
+    first = losses("before", 1)
+    losses("disturber", 3, "--disturb")
+    assert losses("after", 1) == first
     for before, after in zip(states(folder, "before"), states(folder, "after"), strict=True):
         assert {k: before[k] for k in before.keys() - DRAWN} == {k: after[k] for k in after.keys() - DRAWN}
         assert after["neighbour"] == []
         assert after["attribute"] is None
         assert all(before[key] != after[key] for key in DRAWN)
-
-
-def test_the_same_configuration_measures_the_same_first_and_last_of_three(
-    launcher: TorchrunLauncher, folder: Path
-) -> None:
-    def losses(number: int, stage: int) -> list[float | None]:
-        config = {**DS_CONFIG, "zero_optimization": {"stage": stage, "reduce_bucket_size": 10_000}}
-        asked = request(folder, launch_id=f"three-{number}", ds_config=config, overlay=config)
-        asked = LaunchRequest(**{**vars(asked), "command": state_request(folder, f"three-{number}").command})
-        report, updates = run(launcher, asked)
-        assert report.outcome is Outcome.MEASURED, report
-        assert {event.step for event in events(updates, StepMeasured)} == {1, 2, 3}
-        return [event.loss for event in events(updates, StepMeasured)]
-
-    first = losses(0, 1)
-    losses(1, 3)
-    assert sorted(map(str, losses(2, 1))) == sorted(map(str, first))
 
 
 def descendants() -> set[psutil.Process]:
@@ -196,17 +186,6 @@ def test_processes_of_the_script_s_own_work_in_a_fork_and_leave_nothing(
     assert [path for path in shared if ProcessKey.of(int(path.name.split("_")[1])) is None] == []
 
 
-def test_an_exception_is_recorded_and_ends_the_launch(launcher: TorchrunLauncher, folder: Path) -> None:
-    asked = request(folder, launch_id="raises", args=("--end", "raise", "--end-rank", "1", "--orphan"))
-    report, updates = run(launcher, asked)
-    assert report.outcome is Outcome.SCRIPT_ERROR, report
-    assert "ValueError: the script's own mistake" in report.error_excerpt
-    assert "forked" not in report.error_excerpt, "no frame of ours"
-    assert events(updates, RankFailed)[0].rank == 1
-    assert_gone(report.pids)
-    assert not [process for process in find_marked() if process.key.pid in report.pids]
-
-
 def test_a_rank_that_dies_is_explained_by_torchrun(launcher: TorchrunLauncher, folder: Path) -> None:
     report, _ = run(launcher, request(folder, launch_id="dies", args=("--end", "segv", "--end-rank", "1")))
     assert report.outcome is Outcome.SCRIPT_ERROR, report
@@ -214,7 +193,7 @@ def test_a_rank_that_dies_is_explained_by_torchrun(launcher: TorchrunLauncher, f
     assert_gone(report.pids)
 
 
-def test_launches_whose_agent_or_parent_is_killed_are_told_so_and_the_next_is_forked(
+def test_launches_whose_agent_or_parent_is_killed_are_told_so_and_the_next_is_forked_and_ends_with_its_launcher(
     folder: Path, tmp_path: Path
 ) -> None:
     notices: list[str] = []
@@ -240,28 +219,12 @@ def test_launches_whose_agent_or_parent_is_killed_are_told_so_and_the_next_is_fo
         assert report.outcome is Outcome.MEASURED
         assert all(event.forked for event in events(updates, RankStarted))
         assert notices == []
+        launcher.start(request(folder, launch_id="open", script=STUB, args=("--end", "sleep")))
+        updates = updates_until(launcher, lambda seen: len(events(seen, RankStarted)) >= 2)
     finally:
         launcher.close()
-
-
-def test_the_parent_ends_with_the_launcher(folder: Path, tmp_path: Path) -> None:
-    launcher = local_launcher(tmp_path, devices=cpu_devices(2), base_env=BASE_ENV, warm=True)
-    launcher.prepare(LIGHT)
-    launcher.start(request(folder, launch_id="open", script=STUB, args=("--end", "sleep")))
-    updates = updates_until(launcher, lambda seen: len(events(seen, RankStarted)) >= 2)
     pids = [event.pid for event in events(updates, RankStarted)]
-    launcher.close()
     wait_until(lambda: not any(map(ProcessKey.of, pids)), what="the ranks are gone", limit_s=5)
-
-
-def test_another_environment_is_launched_plainly(launcher: TorchrunLauncher, folder: Path, notices: list[str]) -> None:
-    report, updates = run(launcher, request(folder, launch_id="elsewhere", script=STUB, env={"SOMETHING": "else"}))
-    assert report.outcome is Outcome.MEASURED, report
-    assert [event.forked for event in events(updates, RankStarted)] == [False, False]
-    assert notices == [
-        "Launches run by plain torchrun, which takes seconds longer for each: "
-        "the environment of this launch differs in SOMETHING."
-    ]
 
 
 class TestWhatMustNotBeImported:

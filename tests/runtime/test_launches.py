@@ -8,6 +8,7 @@ import pytest
 
 from optuna_dsat.runtime.events import (
     STEPS_SKIPPED,
+    BatchSourcesFound,
     EngineReady,
     ProfileMeasured,
     RankFailed,
@@ -152,6 +153,25 @@ def test_ranks_that_share_a_sequence_have_the_same_samples(start: Starter, warm_
     engine = launch.of(EngineReady, 0)[0]
     assert (engine.data_parallel_size, engine.train_batch_size) == (1, engine.train_micro_batch_size_per_gpu)
     assert {(step.samples, step.elements) for step in launch.of(StepMeasured, 0)} == {(4, 2 * 4 * 16)}
+
+
+def test_the_samples_of_a_loader_of_deepspeed_are_known(start: Starter, warm_ranks: WarmRanks) -> None:
+    overlay = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}}
+    launch = start.torchrun(
+        "first_try/few_samples.py", str(start.user_config), overlay=overlay, purpose="profile", warm=warm_ranks
+    )
+    assert launch.exit_code == 0, launch.output + launch.log("stderr")
+    [sources] = launch.of(BatchSourcesFound)
+    assert [(loader["samples"], loader["trains"]) for loader in sources.loaders] == [(3, True)], "five, on two ranks"
+
+
+def test_a_script_that_trains_without_deepspeed_is_stopped_and_told_why(start: Starter, warm_ranks: WarmRanks) -> None:
+    launch = start.torchrun("first_try/without.py", warm=warm_ranks)
+    assert launch.exit_code == 1
+    [failure] = launch.of(RankFailed)
+    assert failure.message.startswith("the script trains without DeepSpeed: its optimizer stepped")
+    assert "`optuna-dsat guided accelerate launch ...`" in failure.message
+    assert not (start.folder / "model.pt").exists()
 
 
 HALF = {"enabled": True, "initial_scale_power": 22}

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import subprocess
-import time
 
 import deepspeed
 import torch
@@ -35,14 +33,10 @@ class Batches(IterableDataset[dict[str, torch.Tensor]]):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("config")
-    parser.add_argument(
-        "--data", default="loader", choices=("loader", "stream", "batches", "fixed", "cut", "once", "labels")
-    )
+    parser.add_argument("--data", default="loader", choices=("loader", "stream", "batches", "fixed", "once"))
     parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--epochs", type=int, default=100)
-    parser.add_argument("--accumulates", action="store_true", help="accumulate 1 micro-batch whatever the engine says")
-    parser.add_argument("--end", default="", choices=("", "raise", "memory", "kill", "sleep"))
+    parser.add_argument("--end", default="", choices=("", "raise", "memory"))
     parser.add_argument("--end-size", type=int, default=0)
     parser.add_argument("--end-rank", type=int, default=1)
     parser.add_argument("--touch", default="", help="have a subprocess make this file")
@@ -52,35 +46,26 @@ def main() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 1))
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=args.config)
     size = engine.train_micro_batch_size_per_gpu()
-    samples = Stream() if args.data == "stream" else TensorDataset(torch.randn(args.samples, 16))
+    samples = Stream() if args.data == "stream" else TensorDataset(torch.randn(64, 16))
     loader = DataLoader(samples, batch_size=size, num_workers=args.workers)
     if args.data == "batches":
         loader = DataLoader(Batches(size), batch_size=None, num_workers=args.workers)
     once = torch.randn(size, 16)
     for _ in range(args.epochs):
-        if args.data in ("once", "labels"):
-            outputs = engine(once)
-            engine.backward((outputs - torch.ones(size, 1) if args.data == "labels" else outputs).square().mean())
+        if args.data == "once":
+            engine.backward(engine(once).square().mean())
             engine.step()
             continue
         for batch in loader if args.data != "fixed" else [torch.randn(size, 16)]:
             inputs = batch
             if not isinstance(batch, torch.Tensor):
                 inputs = batch["inputs"] if isinstance(batch, dict) else batch[0]
-            if args.data == "cut":
-                inputs = inputs[:size]
             if len(inputs) == args.end_size and int(os.environ["RANK"]) == args.end_rank:
                 if args.end == "raise":
                     raise ValueError("this size is not for me")
                 if args.end == "memory":
                     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-                if args.end == "kill":
-                    os.kill(os.getpid(), signal.SIGKILL)
-                if args.end == "sleep":
-                    time.sleep(600)
             engine.backward(engine(inputs).square().mean())
-            if args.accumulates:
-                engine.set_gradient_accumulation_boundary(True)
             engine.step()
 
 

@@ -16,7 +16,7 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import BatchSourcesFound, TrainerFound
 from optuna_dsat.script.arg_mapping import STAGE, map_arguments
 from optuna_dsat.script.batch_rule import BatchRule
-from optuna_dsat.study.profile import batch_search
+from optuna_dsat.study.profile import batch_search, turn
 from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.study.search import recorder
 from optuna_dsat.study.space import dataset_size, epoch_samples, largest_global_batch
@@ -381,6 +381,15 @@ def test_data_that_each_rank_loads_as_a_whole_count_once(
     spec = bench.spec(dataset_size=given)
     sizes = dataset_size(spec, profiled), epoch_samples(spec, profiled), largest_global_batch(spec, profiled, own=8)
     assert sizes == expected
+
+
+def test_data_of_less_than_the_users_micro_batch_are_told(bench: StudyBench, profiled: Profiled) -> None:
+    few = Profiled.from_json(replace(profiled, samples_per_rank=5).to_json())
+    spec = bench.spec(ds_config={"train_micro_batch_size_per_gpu": 8}, train_batch_size=None)
+    assert turn._data_in_words(spec, few) == (
+        "The training data give a rank 5 samples in an epoch: no larger micro-batch is tried. Your own, 8, is not "
+        "reached and cannot be compared with."
+    )
 
 
 @pytest.mark.parametrize(("fed", "limit"), [(16, 32), (64, 127), (None, 127)])

@@ -30,7 +30,7 @@ def search(folder: Path, shared: Path, method: str, *more: str, trials: int = 2)
 
 
 @pytest.mark.skipif(bool(why_no_overlay(Path("/tmp"))), reason="overlays cannot be mounted here")
-def test_the_users_files_are_as_before_though_the_search_was_killed_once(world: Path, shared: Path) -> None:
+def test_only_what_is_writable_is_written_though_the_search_was_killed_once(world: Path, shared: Path) -> None:
     before = state(world, shared)
     killed = search(world, shared, "guided")
     output = world.parent / "output" / "s"
@@ -38,8 +38,11 @@ def test_the_users_files_are_as_before_though_the_search_was_killed_once(world: 
         wait_until(lambda: any(output.glob("*/events/rank0.jsonl")), what="a rank is alive")
     finally:
         killed.kill()
-    shown, _ = search(world, shared, "guided").finish()  # removes what the killed one left
     assert state(world, shared) == before
+    writable = ("--writable", str(world / "log.txt"))
+    shown, _ = search(world, shared, "guided", *writable).finish()  # removes what the killed one left
+    after = state(world, shared)
+    assert {name for name in before | after if before.get(name) != after.get(name)} == {str(world / "log.txt")}
     assert "overlays" not in shown, "the first launch shows it, unless --quiet"
     launches = [path for path in output.iterdir() if path.is_dir()]
     assert len(launches) >= 3
@@ -73,17 +76,6 @@ def test_redirected_writers_leave_the_users_files_and_what_the_tuner_writes_besi
 
 
 def test_a_subprocess_that_writes_past_the_redirection_ends_the_search(world: Path, shared: Path) -> None:
-    for _ in range(2):  # with a profile launch, then with the stored profile
-        _, errors = search(world, shared, "random", "--isolation", "python").finish(code=4)
-        assert f"The first launch changed {world}/copied.txt" in errors
-        assert "--writable" in errors
-
-
-@pytest.mark.skipif(bool(why_no_overlay(Path("/tmp"))), reason="overlays cannot be mounted here")
-def test_only_what_is_writable_is_written_by_plain_launches_too(world: Path, shared: Path) -> None:
-    before = state(world, shared)
-    options = ("--launcher", "torchrun", "--writable", str(world / "log.txt"))
-    search(world, shared, "random", *options, trials=1).finish()
-    after = state(world, shared)
-    changed = {name for name in before | after if before.get(name) != after.get(name)}
-    assert changed == {str(world / "log.txt")}
+    _, errors = search(world, shared, "random", "--isolation", "python").finish(code=4)
+    assert f"The first launch changed {world}/copied.txt" in errors
+    assert "--writable" in errors

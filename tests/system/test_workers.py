@@ -1,4 +1,4 @@
-"""Several workers on one study over a simulated landscape, and a killed tuner with real launches."""
+"""Several workers on one study over a simulated landscape."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import contextlib
 import signal
 import sqlite3
 from collections import Counter
-from pathlib import Path
 
-import pytest
 from optuna.trial import TrialState
 
 from optuna_dsat.trials import attributes
-from tests.harness.commands import Command, search, write_config
 from tests.harness.worker import release_file
 from tests.harness.workers import StoredStudy, WorkerBench, WorkerProcess, wait_until
 
@@ -80,21 +77,3 @@ def stopped_outside_a_transaction(worker: WorkerProcess, sqlite_url: str) -> boo
             worker.process.send_signal(signal.SIGCONT)
             return False
     return True
-
-
-@pytest.mark.torchrun
-def test_kill_9_ends_the_launch_and_resume_spends_the_budget_exactly(tmp_path: Path) -> None:
-    write_config(tmp_path)
-    url = "sqlite:///study.db"
-    tuner = Command(tmp_path, *search("killed", url, budget=2))
-    try:
-        events = tmp_path / "optuna-dsat-output" / "killed" / "trial-0001" / "events" / "rank0.jsonl"
-        wait_until(events.exists, what="the rank of the second launch is alive")
-        assert len(tuner.launched()) >= 2, "torchrun and its rank"
-    finally:
-        tuner.kill()
-    wait_until(lambda: not tuner.launched(), what="its launch and what that started are gone", limit_s=10.0)
-    Command(tmp_path, "resume", "killed", "--storage", url, "--quiet").finish()
-    study = StoredStudy.read(f"sqlite:///{tmp_path}/study.db", "killed")
-    study.check_whole(budget=2)
-    assert len(study.lost) == 1
