@@ -52,7 +52,7 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> Profiled:
     folder = tmp_path_factory.mktemp("profiled")
     (folder / "train.py").write_text("")
     with quick_store(folder) as store:
-        bench = StudyBench(folder, store)
+        bench = SmallBench(folder, store)
         bench.run(bench.spec(max_trials=1, confirm=0), Hill())
         result = read_stored(store, "s").profiled
     assert result is not None

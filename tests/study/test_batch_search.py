@@ -373,6 +373,7 @@ def test_an_option_that_sets_the_accumulation_steps_is_proven(
     (False, None, (8000, 8000, 800)),
     (True, None, (4000, 8000, 400)),
     (True, 6000, (6000, 6000, 600)),
+    (False, 20, (20, 20, 8)),
 ])  # fmt: skip
 def test_data_that_each_rank_loads_as_a_whole_count_once(
     bench: StudyBench, profiled: Profiled, loads_all: bool, given: int | None, expected: tuple[int, int, int]

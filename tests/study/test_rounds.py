@@ -17,7 +17,7 @@ from optuna_dsat.launch.measurement import GlobalStep
 from optuna_dsat.launch.protocol import LaunchRequest
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.confirm.confirmation import steps_worth_their_time
-from optuna_dsat.study.confirm.finalists import USUAL_NOISE, confirmation_end
+from optuna_dsat.study.confirm.finalists import USUAL_NOISE
 from optuna_dsat.study.confirm.rounds import Rounds, order_of_round
 from optuna_dsat.study.confirm.verdict import VerdictKind
 from optuna_dsat.study.search.methods import Method
@@ -34,12 +34,12 @@ STEP = GlobalStep(
 )  # fmt: skip
 
 
-def rounds_of(bench: StudyBench) -> Rounds:
-    return Rounds.of(bench.study().user_attrs)
+def rounds_of(bench: StudyBench, name: str = "s") -> Rounds:
+    return Rounds.of(bench.study(name).user_attrs)
 
 
-def turns_of(bench: StudyBench) -> list[tuple[int, int]]:
-    return [(launch.round, launch.number) for launch in rounds_of(bench).launches]
+def turns_of(bench: StudyBench, name: str = "s") -> list[tuple[int, int]]:
+    return [(launch.round, launch.number) for launch in rounds_of(bench, name).launches]
 
 
 def micro_batch_of(config: Mapping[str, Any]) -> int:
@@ -67,19 +67,14 @@ class Interrupting(SimulatedLauncher):
 class Fooling(SimulatedLauncher):
     """Larger micro-batches are faster in the search; the first so many that are measured again prove to be slower."""
 
-    def __init__(self, false: int, *, interrupt_at: int | None = None) -> None:
+    def __init__(self, false: int) -> None:
         super().__init__(Hill(self._result), total_slots=2, noise=0.002)
         self._false = false
         self._seen: list[str] = []
-        self._interrupt_at = interrupt_at
-        self._confirmed = 0
         self._again = False
 
     def start(self, request: LaunchRequest) -> None:
         self._again = request.purpose == "confirm"
-        self._confirmed += self._again
-        if self._again and self._confirmed == self._interrupt_at:
-            raise KeyboardInterrupt
         super().start(request)
 
     def _result(self, config: Mapping[str, Any]) -> SimulatedResult:
@@ -91,7 +86,7 @@ class Fooling(SimulatedLauncher):
         return step_of(0.02 * micro_batch * (1.05 if is_false else 1 / (1 + micro_batch / 100)))
 
 
-def test_finalists_and_the_users_config_run_in_rounds_in_orders_drawn_anew(bench: StudyBench) -> None:
+def test_finalists_and_the_users_config_run_in_rounds_which_a_killed_tuner_goes_on_with(bench: StudyBench) -> None:
     result = bench.run(bench.spec(), Hill())
     turns, chosen = turns_of(bench), rounds_of(bench).chosen
     assert result.verdict.rounds == 3
@@ -104,20 +99,14 @@ def test_finalists_and_the_users_config_run_in_rounds_in_orders_drawn_anew(bench
     written = json.loads(Path(result.metrics_path).read_text())
     assert written["verdict"]["speed_up"]["value"] == present(result.speed_up)
     assert read_stored(bench.store, "s").verdict == result.verdict, "one definition"
-
-
-@pytest.mark.usefixtures("in_sqlite")
-def test_a_killed_tuner_goes_on_with_the_round_that_was_begun(bench: StudyBench) -> None:
-    whole = bench.spec(name="whole")
-    bench.run(whole, Hill())
-    expected = [(launch.round, launch.number) for launch in Rounds.of(bench.study("whole").user_attrs).launches]
-    session = bench.session(bench.spec(), Interrupting(Hill()))
+    again = bench.spec(name="again")
+    session = bench.session(again, Interrupting(Hill()))
     partial = present(session.run())
     assert session.interrupted
     assert partial.verdict.rounds <= 2
-    assert turns_of(bench) == expected[:4]
-    bench.run(bench.spec(), Hill())
-    assert turns_of(bench) == expected
+    assert turns_of(bench, "again") == turns[:4]
+    bench.run(again, Hill())
+    assert turns_of(bench, "again") == turns
 
 
 def test_a_false_winner_is_followed_by_the_next_best(bench: StudyBench) -> None:
@@ -128,23 +117,14 @@ def test_a_false_winner_is_followed_by_the_next_best(bench: StudyBench) -> None:
     counted = Counter(number for _, number in turns_of(bench))
     assert (counted[false], counted[second] >= 3) == (3, True)
     assert any("next best of the search is measured" in text for text in bench.messages)
-    whole, name = turns_of(bench), "again"
-    launcher = Fooling(1, interrupt_at=8)
-    assert bench.run_by(launcher, bench.spec(name=name, confirm=1)).trial == 0
-    bench.run_by(launcher, bench.spec(name=name, confirm=1))
-    resumed = [(launch.round, launch.number) for launch in Rounds.of(bench.study(name).user_attrs).launches]
-    assert resumed == whole
 
 
 def test_where_all_finalists_are_false_their_number_is_limited(bench: StudyBench) -> None:
     confirm = 2
-    result = bench.run_by(Fooling(99), bench.spec(confirm=confirm, max_trials=16))
+    result = bench.run_by(Fooling(99), bench.spec(confirm=confirm, max_trials=12))
     assert (result.verdict.kind, result.trial) == (VerdictKind.BASELINE_IS_BEST, 0)
     heard = {number for _, number in turns_of(bench)} - {0}
     assert confirm < len(heard) <= 2 * confirm
-    again = Hill()
-    bench.run(bench.spec(confirm=confirm, max_trials=16), again)
-    assert again.configs == []
 
 
 def test_what_rounds_refuted_is_not_measured_again_when_the_study_goes_on(bench: StudyBench) -> None:
@@ -201,7 +181,7 @@ def test_rounds_that_are_too_few_for_the_noise_hand_over_the_users_config(bench:
     assert result.verdict.kind is VerdictKind.NOT_CONFIRMED
     assert (result.trial, result.speed_up) == (0, 1.0)
     assert rounds_of(bench).spent_s >= 150.0
-    more = bench.run(bench.spec(confirm_time_s=1000.0, tie=0.0, random_seed=4), Hill(alike), noise=0.1)
+    more = bench.run(bench.spec(confirm_time_s=400.0, tie=0.0, random_seed=4), Hill(alike), noise=0.1)
     assert more.verdict.rounds > result.verdict.rounds, "it goes on where more time is given"
 
 
@@ -221,13 +201,6 @@ def test_of_what_runs_as_fast_the_smaller_batch_is_found_and_wins(bench: StudyBe
     assert result.value > 0.99 * (best.value or 0.0)
 
 
-def test_a_kept_global_batch_is_compared_with_the_users_config_at_it(bench: StudyBench) -> None:
-    result = bench.run(bench.spec(train_batch_size=96, max_trials=12), Hill())
-    own = bench.study().trials[0].user_attrs[attributes.CONFIG]
-    assert (own["train_micro_batch_size_per_gpu"], own["gradient_accumulation_steps"]) == (2, 24)
-    assert present(result.verdict.at_user_batch).train_batch_size == result.verdict.result.train_batch_size == 96
-
-
 def test_the_users_own_global_batch_may_be_kept(bench: StudyBench) -> None:
     config = {**USER_CONFIG, "gradient_accumulation_steps": 6}
     result = bench.run(bench.spec(method="guided", ds_config=config, batch="keep", confirm=0), Hill())
@@ -244,7 +217,6 @@ def test_the_users_own_global_batch_may_be_kept(bench: StudyBench) -> None:
     [
         ("random", {"dataset_size": 400}, 40),
         ("guided", {"dataset_size": 400, "max_train_batch_size": 60}, 60),
-        ("guided", {"dataset_size": 20}, 4),
     ],
 )
 def test_no_global_batch_is_searched_beyond_a_tenth_of_the_data(
@@ -258,10 +230,9 @@ def test_no_global_batch_is_searched_beyond_a_tenth_of_the_data(
     expected = f"The training data have {options['dataset_size']} samples: no global batch beyond {most}"
     assert [item.startswith(expected) for item in words] == [True] * ("max_train_batch_size" not in options)
     assert result.dataset_size == options["dataset_size"]
-    if result.train_batch_size != 4:
-        advice = str(result.learning_rate_advice)
-        assert f"an epoch from {options['dataset_size'] // 4} to" in advice
-        assert "rule of thumb" in advice
+    advice = str(result.learning_rate_advice)
+    assert f"an epoch from {options['dataset_size'] // 4} to" in advice
+    assert "rule of thumb" in advice
 
 
 @pytest.mark.parametrize("method", ["binary", "guided"])
@@ -308,19 +279,6 @@ def test_a_launch_counts_the_steps_with_which_a_second_tells_most(noise: float) 
     assert steps_worth_their_time(steps[:1], noise=noise, fixed_s=30.0) > 1, "one step shows no variance"
 
 
-def test_launches_with_long_starts_count_more_steps(bench: StudyBench) -> None:
-    counted = {}
-    for startup_s in (0.5, 5000.0):
-        hill = Hill(lambda _, start=startup_s: replace(step_of(0.1), startup_s=start))  # type: ignore[misc]
-        spec = bench.spec(name=f"start-{startup_s:g}", max_trials=3, confirm=1)
-        bench.run(spec, hill, noise=0.2)
-        rounds = Rounds.of(bench.study(spec.name).user_attrs)
-        counted[startup_s] = [launch.steps for launch in rounds.launches]
-        assert min(counted[startup_s]) >= 3
-    assert max(counted[0.5]) < confirmation_end(spec) - spec.start_profile_step
-    assert sum(counted[0.5]) / len(counted[0.5]) < sum(counted[5000.0]) / len(counted[5000.0])
-
-
 def test_the_first_round_counts_steps_by_the_noise_of_the_search(
     bench: StudyBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -329,8 +287,8 @@ def test_the_first_round_counts_steps_by_the_noise_of_the_search(
         monkeypatch.setattr(Method, "noise", lambda *_, noise=noise: noise)
         hill = Hill(lambda _: replace(step_of(0.1), startup_s=100.0))
         bench.run(bench.spec(name=f"noise-{noise}", max_trials=3, confirm=1), hill, noise=0.05)
-        rounds = Rounds.of(bench.study(f"noise-{noise}").user_attrs)
-        counted[noise] = [launch.steps for launch in rounds.launches if launch.round == 1]
+        launches = rounds_of(bench, f"noise-{noise}").launches
+        counted[noise] = [launch.steps for launch in launches if launch.round == 1]
     assert sum(counted[0.2]) < sum(counted[0.002])
 
 

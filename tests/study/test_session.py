@@ -21,6 +21,7 @@ from optuna_dsat.study.search.proposals import _reason
 from optuna_dsat.study.stored import record_of
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import FIXED_ATTR, PLAN_ATTR, RETRY_ATTR
+from tests.harness import present
 from tests.harness.landscapes import GIB, Hill
 from tests.harness.simulated import SimulatedLauncher, SimulatedResult
 from tests.harness.studies import USER_CONFIG, StudyBench
@@ -42,14 +43,11 @@ def ends_at_first(outcome: Outcome, message: str) -> Hill:
     return Hill(override=lambda config: end if config["train_micro_batch_size_per_gpu"] == 2 else None)
 
 
-def keys_of(configs: list[dict[str, Any]]) -> list[str]:
-    return [ds_config.canonical_key(config) for config in configs]
-
-
 @pytest.mark.parametrize("method", ["random", "binary", "asha", "guided"])
 def test_a_study_beats_the_users_config_and_leaves_what_to_train_with(bench: StudyBench, method: str) -> None:
     spec = bench.spec(method=method, max_trials=12, options={"min_gain": 0.0})
-    result = bench.run(spec, Hill())
+    hill = Hill()
+    result = bench.run(spec, hill)
     assert result.speed_up is not None
     assert result.speed_up > 2
     config = json.loads(Path(result.config_path).read_text())
@@ -62,45 +60,28 @@ def test_a_study_beats_the_users_config_and_leaves_what_to_train_with(bench: Stu
     assert metrics["confidence_interval_95"][0] <= result.value <= metrics["confidence_interval_95"][1]
     assert result.config_path in result.command
     trials = bench.study().get_trials()
+    assert hill.configs[1]["train_micro_batch_size_per_gpu"] == 2, "the user's config is measured first"
+    assert trials[0].user_attrs[attributes.PURPOSE] == attributes.USER_CONFIG
+    assert trials[0].user_attrs[attributes.OVERHEAD_S] > 0, "what a launch takes beside its steps"
+    assert 0 in {news.number for news in bench.news if isinstance(news, FinalistMeasured)}, "and in rounds"
+    speed_ups = [n.speed_up for n in bench.news if isinstance(n, TrialFinished) and n.value is not None]
+    assert speed_ups[0] == pytest.approx(1.0)
     simplifying = sum(attributes.SIMPLIFIES in trial.user_attrs for trial in trials)
     assert sum(result.launches.values()) == 12 + simplifying
     assert json.dumps(result.to_json())
 
 
-def test_the_users_config_is_measured_first_and_confirmed_with_the_winner(bench: StudyBench) -> None:
-    hill = Hill()
-    bench.run(bench.spec(), hill)
-    assert hill.configs[1]["train_micro_batch_size_per_gpu"] == 2
-    first = bench.study().trials[0]
-    assert first.user_attrs[attributes.PURPOSE] == attributes.USER_CONFIG
-    assert first.user_attrs[attributes.OVERHEAD_S] > 0, "what a launch takes beside its steps"
-    confirmed = {news.number for news in bench.news if isinstance(news, FinalistMeasured)}
-    assert 0 in confirmed
-    speed_ups = [n.speed_up for n in bench.news if isinstance(n, TrialFinished) and n.value is not None]
-    assert speed_ups[0] == pytest.approx(1.0)
-
-
 def test_a_users_config_outside_the_space_is_still_the_baseline(bench: StudyBench) -> None:
     config = {**USER_CONFIG, "zero_optimization": {"stage": 0}}
-    result = bench.run(bench.spec(ds_config=config, zero_stages=(1, 2)), Hill())
+    result = bench.run(bench.spec(ds_config=config, zero_stages=(1, 2), max_trials=3, confirm=0), Hill())
     first = bench.study().trials[0]
     assert first.params == {}
     assert first.state is TrialState.COMPLETE
     assert result.user_value == pytest.approx(first.value, rel=1e-6)
 
 
-def test_no_configuration_runs_twice_and_the_budget_counts_launches_only(bench: StudyBench) -> None:
-    hill = Hill()
-    bench.run(bench.spec(max_trials=20, confirm=0), hill)
-    trial_configs = hill.configs[1:]  # the first is the profile's
-    assert len(trial_configs) == 20
-    assert len(set(keys_of(trial_configs))) == 20
-    trials = bench.study().trials
-    assert attributes.launches_used(trials) == 20
-
-
 def test_out_of_memory_is_pruned_knowledge_not_a_failure(bench: StudyBench) -> None:
-    bench.run(bench.spec(method="binary", max_trials=12, options={"search_range_factor": 3.0}), Hill())
+    bench.run(bench.spec(method="binary", max_trials=6, confirm=0, options={"search_range_factor": 3.0}), Hill())
     oom = [t for t in bench.study().trials if t.user_attrs.get(attributes.OUTCOME) == Outcome.OUT_OF_MEMORY]
     assert oom
     assert {t.state for t in oom} == {TrialState.PRUNED}
@@ -119,42 +100,41 @@ def test_a_phase_that_the_engine_does_not_show_is_not_optimised(bench: StudyBenc
         bench.run(bench.spec(metric="forward", max_trials=4), OnePiece())
 
 
-def test_concurrent_launches_share_the_slots(bench: StudyBench) -> None:
+def test_concurrent_launches_share_the_slots_and_no_configuration_runs_twice(bench: StudyBench) -> None:
     hill = Hill()
     result = bench.run(bench.spec(max_trials=16, max_concurrent_trials=3, confirm=0), hill, slots=8)
     assert sum(result.launches.values()) == 16
-    assert len(set(keys_of(hill.configs[1:17]))) == 16
+    assert len(hill.configs) == 17, "the profile's is the first"
+    assert len({ds_config.canonical_key(config) for config in hill.configs[1:]}) == 16
+    assert attributes.launches_used(bench.study().trials) == 16
 
 
-def test_a_raised_budget_adds_exactly_the_difference(bench: StudyBench) -> None:
-    bench.run(bench.spec(max_trials=5, confirm=0), Hill())
-    more = Hill()
-    bench.run(bench.spec(max_trials=9, confirm=0), more)
-    assert len(more.configs) == 4
-    assert record_of(bench.store, "s").spec["max_trials"] == 9
-
-
-def test_another_script_under_the_same_name_is_refused_with_what_differs(bench: StudyBench) -> None:
+def test_a_study_goes_on_with_a_raised_budget_and_its_own_profile_and_with_no_other_settings(bench: StudyBench) -> None:
     bench.run(bench.spec(max_trials=2, confirm=0), Hill())
     stored = rf"zero_stages was \[1, 2, 3\], is \[1\].*`optuna-dsat resume s --storage {re.escape(bench.store.url)}`"
     with pytest.raises(StudyConflictError, match=stored):
         bench.run(bench.spec(zero_stages=(1,)), Hill())
-
-
-def test_a_study_without_a_trial_takes_the_new_settings(bench: StudyBench) -> None:
-    broken = SimulatedResult(outcome=Outcome.SCRIPT_ERROR, startup_s=1, message="ValueError: no data")
-    with pytest.raises(ScriptFailedError):
-        bench.run(bench.spec(zero_stages=(1, 2, 3)), Hill(override=lambda _: broken))
-    bench.run(bench.spec(zero_stages=(1,), max_trials=3), Hill())
-    assert record_of(bench.store, "s").spec["zero_stages"] == [1]
-
-
-def test_a_second_study_of_the_same_script_spares_the_profile_launch(bench: StudyBench) -> None:
-    bench.run(bench.spec(max_trials=2, confirm=0), Hill())
     bench.news.clear()
     bench.run(bench.spec(name="t", max_trials=2, confirm=0), Hill())
-    assert not [n for n in bench.news if isinstance(n, ProfileStarted)]
+    assert not [n for n in bench.news if isinstance(n, ProfileStarted)], "a second study of the same script"
     assert [n.reused for n in bench.news if isinstance(n, ProfileFinished)] == [True]
+    (bench.folder / "helper.py").write_text("# a comment\n")
+    more = Hill()
+    bench.run(bench.spec(max_trials=5, confirm=0), more)
+    assert len(more.configs) == 3, "exactly the difference, and no profile launch"
+    assert any("keeps its profile" in text for text in bench.messages)
+    assert record_of(bench.store, "s").spec["max_trials"] == 5
+
+
+def test_a_script_that_fails_at_once_ends_the_study_which_takes_new_settings_then(bench: StudyBench) -> None:
+    broken = SimulatedResult(outcome=Outcome.SCRIPT_ERROR, startup_s=1, message="ValueError: no data")
+    hill = Hill(override=lambda _: broken)
+    with pytest.raises(ScriptFailedError) as caught:
+        bench.run(bench.spec(zero_stages=(1, 2, 3)), hill)
+    assert [config[ds_config.MICRO_BATCH] for config in hill.configs] == [1, 2], "the least, then the user's own"
+    assert "no data" in caught.value.traceback_tail
+    bench.run(bench.spec(zero_stages=(1,), max_trials=3), Hill())
+    assert record_of(bench.store, "s").spec["zero_stages"] == [1]
 
 
 def test_the_profile_is_tried_with_less_and_less_memory_until_it_fits(bench: StudyBench) -> None:
@@ -163,7 +143,7 @@ def test_the_profile_is_tried_with_less_and_less_memory_until_it_fits(bench: Stu
             return SimulatedResult(outcome=Outcome.OUT_OF_MEMORY, startup_s=5, missing_bytes=GIB)
         return None
 
-    result = bench.run(bench.spec(max_trials=12), Hill(override=needs_stage_3))
+    result = bench.run(bench.spec(max_trials=4, confirm=0), Hill(override=needs_stage_3))
     attempts = [n.words for n in bench.news if isinstance(n, ProfileStarted)]
     assert attempts == ["your own ZeRO settings", "ZeRO 2", "ZeRO 2 + optimizer offload", "ZeRO 3"]
     assert result is not None
@@ -193,15 +173,6 @@ def test_when_no_trial_is_measured_the_message_has_the_commonest_failure(bench: 
     assert "(3 script errors). The commonest failure: ValueError: no. The logs lie in" in str(caught.value)
 
 
-def test_a_script_that_fails_at_once_ends_the_study_after_the_profile_launch(bench: StudyBench) -> None:
-    broken = SimulatedResult(outcome=Outcome.SCRIPT_ERROR, startup_s=1, message="ValueError: no data")
-    hill = Hill(override=lambda _: broken)
-    with pytest.raises(ScriptFailedError) as caught:
-        bench.run(bench.spec(), hill)
-    assert [config[ds_config.MICRO_BATCH] for config in hill.configs] == [1, 2], "the least, then the user's own"
-    assert "no data" in caught.value.traceback_tail
-
-
 @pytest.mark.parametrize("key", ["optimizer.type", "DeepSpeedConfigError in initialize: 'old'", "no.key"])
 def test_a_traceback_is_shown_only_where_the_message_names_no_key_of_the_config(bench: StudyBench, key: str) -> None:
     rejected = SimulatedResult(outcome=Outcome.INVALID_CONFIG, startup_s=1, message=f"{key} is 'Adamm'")
@@ -226,7 +197,7 @@ def test_script_errors_after_a_measured_trial_do_not_lose_the_result(bench: Stud
 
 def test_out_of_data_bounds_the_micro_batch_of_every_lineage(bench: StudyBench) -> None:
     hill = ends_above(10, Outcome.OUT_OF_DATA, "the script ended by itself")
-    result = bench.run(bench.spec(max_trials=20, method="binary", confirm=0), hill)
+    result = bench.run(bench.spec(max_trials=10, method="binary", confirm=0), hill)
     assert result.config["train_micro_batch_size_per_gpu"] <= 10
     smallest = 10**9
     for trial in (t for t in bench.study().trials if attributes.OUTCOME in t.user_attrs):
@@ -245,15 +216,6 @@ def test_a_users_config_that_runs_out_of_data_ends_the_study_with_the_remedy(ben
     assert len(hill.configs) == 2
 
 
-def test_a_resumed_study_goes_on_with_its_own_profile_when_a_file_changes(bench: StudyBench) -> None:
-    bench.run(bench.spec(confirm=0), Hill())
-    (bench.folder / "helper.py").write_text("# a comment\n")
-    again = Hill()
-    bench.run(bench.spec(confirm=0, max_trials=9), again)
-    assert len(again.configs) == 1
-    assert any("keeps its profile" in text for text in bench.messages)
-
-
 def test_the_profile_tries_zero_1_where_no_higher_stage_is_searched(bench: StudyBench) -> None:
     def needs_offload(config: Mapping[str, Any]) -> SimulatedResult | None:
         zero = config["zero_optimization"]
@@ -268,14 +230,18 @@ def test_the_profile_tries_zero_1_where_no_higher_stage_is_searched(bench: Study
     assert [(zero["stage"], "offload_optimizer" in zero) for zero in tried] == [(2, False), (1, False), (1, True)]
 
 
-def test_a_communication_error_is_launched_again_and_then_given_up(bench: StudyBench) -> None:
-    hill = ends_at_first(Outcome.COMMUNICATION_ERROR, "connection reset")
-    bench.run(bench.spec(max_retries=2, confirm=0), hill)
+@pytest.mark.parametrize(
+    ("outcome", "retries", "attempts"), [(Outcome.COMMUNICATION_ERROR, 2, 3), (Outcome.KILLED, 1, 4)]
+)
+def test_a_launch_that_fails_by_chance_is_repeated_and_then_given_up(
+    bench: StudyBench, outcome: Outcome, retries: int, attempts: int
+) -> None:
+    bench.run(bench.spec(max_trials=2, max_retries=retries, confirm=0), ends_at_first(outcome, "connection reset"))
     first = bench.study().trials[0]
     assert first.state is TrialState.FAIL
-    assert first.user_attrs[attributes.ATTEMPTS] == 3
+    assert first.user_attrs[attributes.ATTEMPTS] == attempts
     launches = [row for row in bench.store.launches(record_of(bench.store, "s").uuid) if row.trial_number == 0]
-    assert [row.attempt for row in launches] == [0, 1, 2]
+    assert [row.attempt for row in launches] == list(range(attempts))
 
 
 def test_a_launch_that_others_kill_is_launched_again_whatever_it_is_for(bench: StudyBench) -> None:
@@ -297,15 +263,8 @@ def test_a_launch_that_others_kill_is_launched_again_whatever_it_is_for(bench: S
     assert bench.messages.count("Launched again: killed by SIGKILL from outside.") == 4
 
 
-def test_a_launch_that_is_killed_each_time_is_given_up(bench: StudyBench) -> None:
-    bench.run(bench.spec(max_retries=1, confirm=0), ends_at_first(Outcome.KILLED, "killed by SIGKILL from outside"))
-    first = bench.study().trials[0]
-    assert first.state is TrialState.FAIL
-    assert first.user_attrs[attributes.ATTEMPTS] == 4
-
-
 def test_early_stopping_ends_the_search_and_says_so(bench: StudyBench) -> None:
-    result = bench.run(bench.spec(max_trials=60, options={"early_stopping": 4}, confirm=0), Hill())
+    result = bench.run(bench.spec(max_trials=60, options={"early_stopping": 2}, confirm=0), Hill())
     assert "early-stopping" in result.reason
     assert sum(result.launches.values()) < 60
 
@@ -330,7 +289,7 @@ def test_the_users_config_is_launched_where_no_other_structure_is_searched(bench
 
 
 def test_a_metric_to_minimise_picks_the_smallest(bench: StudyBench) -> None:
-    result = bench.run(bench.spec(metric="latency", max_trials=8), Hill())
+    result = bench.run(bench.spec(metric="latency", max_trials=5, confirm=0), Hill())
     values = [t.value for t in bench.study().trials if t.state is TrialState.COMPLETE]
     assert result.value == pytest.approx(min(v for v in values if v is not None), rel=1e-6)
 
@@ -340,7 +299,7 @@ def test_only_the_micro_batches_that_the_user_lists_are_run(bench: StudyBench, m
     listed = [4, 8, 24, 100]
     config = {**USER_CONFIG, "train_micro_batch_size_per_gpu": listed}
     hill = Hill()
-    result = bench.run(bench.spec(method=method, ds_config=config, max_trials=25, confirm=0), hill)
+    result = bench.run(bench.spec(method=method, ds_config=config, max_trials=12, confirm=0), hill)
     assert result.config["train_micro_batch_size_per_gpu"] == 24
     run = {config["train_micro_batch_size_per_gpu"] for config in hill.configs[1:]}
     assert run <= set(listed)
@@ -350,9 +309,11 @@ def test_only_the_micro_batches_that_the_user_lists_are_run(bench: StudyBench, m
 @pytest.mark.parametrize("method", ["asha", "guided"])
 def test_a_global_batch_that_is_kept_is_made_up_by_accumulation(bench: StudyBench, method: str) -> None:
     hill = Hill()
-    result = bench.run(bench.spec(method=method, train_batch_size=96, max_trials=16, confirm=0), hill)
-    batches = [(c["train_micro_batch_size_per_gpu"], c["gradient_accumulation_steps"]) for c in bench.configs[1:]]
+    result = bench.run(bench.spec(method=method, train_batch_size=96, max_trials=12, confirm=1), hill)
+    batches = [(c["train_micro_batch_size_per_gpu"], c["gradient_accumulation_steps"]) for c in bench.configs]
     assert {micro_batch * accumulation * 2 for micro_batch, accumulation in batches} == {96}
+    assert batches[0] == (2, 24), "the user's config at that batch"
+    assert present(result.verdict.at_user_batch).train_batch_size == 96
     assert (24, 2) in batches  # the largest divisor of 48 that fits
     assert result.train_batch_size == 96
     assert result.learning_rate_advice is not None  # the user's own global batch is 4
@@ -361,7 +322,7 @@ def test_a_global_batch_that_is_kept_is_made_up_by_accumulation(bench: StudyBenc
 
 def test_the_largest_global_batch_of_the_autotuning_section_bounds_the_micro_batch(bench: StudyBench) -> None:
     config = {**USER_CONFIG, "gradient_accumulation_steps": 4, "autotuning": {"max_train_batch_size": 40}}
-    bench.run(bench.spec(ds_config=config, max_trials=12, confirm=0), Hill())
+    bench.run(bench.spec(ds_config=config, max_trials=8, confirm=0), Hill())
     totals = [c["train_micro_batch_size_per_gpu"] * c["gradient_accumulation_steps"] * 2 for c in bench.configs]
     assert max(totals) <= 40
     assert max(c["train_micro_batch_size_per_gpu"] for c in bench.configs) > 5
@@ -407,7 +368,7 @@ def test_a_finalist_that_fails_with_more_steps_gives_its_place_to_the_next_best(
             super().start(request)
 
     doomed: list[str] = []
-    result = bench.run_by(RunsOut(Hill(), total_slots=2), bench.spec(max_trials=12, confirm=1))
+    result = bench.run_by(RunsOut(Hill(), total_slots=2), bench.spec(max_trials=8, confirm=1))
     own = attributes.user_config_trial(bench.study().trials)
     assert own is not None
     launches = [item for item in launches_of(bench) if item.number != own.number]
