@@ -83,7 +83,7 @@ def short(**facts: Any) -> Profiled:
 
 
 def spec(bench: StudyBench, **changes: Any) -> StudySpec:
-    return bench.spec(**{"method": "guided", "max_trials": 24, **changes})
+    return bench.spec(**{"method": "guided", "max_trials": 16, **changes})
 
 
 def test_inputs_of_blocks_and_one_whole_block_stay() -> None:
@@ -178,7 +178,7 @@ def test_a_search_reaches_a_larger_micro_batch_and_says_how_to_train_with_it(ben
 
 
 def test_a_reason_against_it_is_given_once_where_memory_is_short(bench: StudyBench) -> None:
-    result = bench.run(spec(bench), Short(against="its blocks contain BatchNorm1d"))
+    result = bench.run(spec(bench, max_trials=4, confirm=0), Short(against="its blocks contain BatchNorm1d"))
     assert (result.checkpoint_every, result.model_change) == (0, "")
     texts = [str(event) for event in bench.news]
     assert (
@@ -187,7 +187,7 @@ def test_a_reason_against_it_is_given_once_where_memory_is_short(bench: StudyBen
 
 
 def test_a_script_that_checkpoints_itself_is_searched_without(bench: StudyBench) -> None:
-    result = bench.run(spec(bench, max_trials=8), OwnCheckpointing(memory_gib=80.0))
+    result = bench.run(spec(bench, max_trials=8, confirm=1), OwnCheckpointing(memory_gib=80.0))
     baseline, best = (bench.study().trials[number] for number in (0, result.trial))
     assert baseline.params[CHECKPOINT_EVERY] == 1
     assert best.params[CHECKPOINT_EVERY] == result.checkpoint_every == 0
@@ -195,13 +195,13 @@ def test_a_script_that_checkpoints_itself_is_searched_without(bench: StudyBench)
     assert "gradient_checkpointing=False" in result.model_change
     assert "optuna-dsat train s --storage" in result.command
     assert any("Your script checkpoints activations." in str(event) for event in bench.news)
-    kept = bench.run(spec(bench, name="kept", max_trials=3, no_tune=(CHECKPOINT_EVERY,)), OwnCheckpointing())
+    kept = bench.run(spec(bench, name="kept", max_trials=2, confirm=0, no_tune=(CHECKPOINT_EVERY,)), OwnCheckpointing())
     assert (kept.checkpoint_every, kept.model_change) == (1, "")
     assert "optuna-dsat train" not in kept.command
 
 
 def test_a_script_that_fits_only_with_its_own_checkpointing_keeps_it(bench: StudyBench) -> None:
     hill = OwnCheckpointing(memory_gib=18.8)
-    bench.run(spec(bench, max_trials=2), hill)
+    bench.run(spec(bench, max_trials=2, confirm=0), hill)
     assert [config[MODEL][CHECKPOINT_EVERY] for config in hill.configs[:3]] == [0, 1, 1]
     assert {config[MODEL][CHECKPOINT_EVERY] for config in hill.configs[1:]} == {1}

@@ -46,7 +46,7 @@ class Lossy(Hill):
 
 
 def tuned(bench: StudyBench, hill: Lossy, **changes: Any) -> StudyResult:
-    return bench.run(bench.spec(**{"method": "guided", "max_trials": 20, "allow": ("lossy",), **changes}), hill)
+    return bench.run(bench.spec(**{"method": "guided", "max_trials": 12, "allow": ("lossy",), **changes}), hill)
 
 
 def loss_launches(bench: StudyBench) -> list[str]:
@@ -56,16 +56,13 @@ def loss_launches(bench: StudyBench) -> list[str]:
 
 def test_without_permission_nothing_changes_numbers(bench: StudyBench) -> None:
     hill = Lossy()
-    result = tuned(bench, hill, allow=())
+    result = tuned(bench, hill, allow=(), max_trials=6)
     assert not any(BF16_STATES in config["bf16"] for config in hill.configs)
     assert (result.numbers, result.rejected, result.loss_check, loss_launches(bench)) == ("", "", None, [])
 
 
-@pytest.mark.parametrize("confirm", [3, 0])
-def test_a_result_that_changes_numbers_was_compared(
-    bench: StudyBench, confirm: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    result = tuned(bench, Lossy(loss=1.001), confirm=confirm)
+def test_a_result_that_changes_numbers_was_compared(bench: StudyBench, capsys: pytest.CaptureFixture[str]) -> None:
+    result = tuned(bench, Lossy(loss=1.001))
     assert result.config["bf16"] == {"enabled": True, BF16_STATES: True, "bf16_master_weights_and_grads": True}
     launched = loss_launches(bench)
     assert [name.rpartition("-")[2] for name in launched] == ["user", "again", "best"]
@@ -117,7 +114,7 @@ def test_bf16_for_fp32_is_measured_and_its_tolerance_is_that_of_bf16(bench: Stud
 
 
 def test_bf16_is_not_switched_without_permission(bench: StudyBench) -> None:
-    result = tuned(bench, Lossy(in_fp32=True), ds_config=IN_FP32, allow=("compile",), device="cpu")
+    result = tuned(bench, Lossy(in_fp32=True), ds_config=IN_FP32, allow=("compile",), device="cpu", max_trials=6)
     assert ds_config.precision_of(result.config) == "fp32"
     assert BF16 not in {name for trial in bench.study().trials for name in trial.params}
 
@@ -149,6 +146,8 @@ def test_losses_are_compared_against_precision_and_the_scripts_own_noise(
     assert check.agrees is agrees
     assert check.tolerance == TOLERANCES["fp32"]
     assert check.message.endswith(".")
+    if best == again == USER:
+        assert check.message == "The first 3 losses are the same."
 
 
 @pytest.mark.parametrize(("own", "best"), [(None, 4), (4, 4), (4, None), (None, 30)])
@@ -167,11 +166,6 @@ def test_losses_are_compared_at_the_same_steps_of_the_script_if_zenflow_counts_s
     spec = bench.spec(ds_config={**USER_CONFIG, "zero_optimization": zero(own)})
     check = check_loss(spec, {"zero_optimization": zero(best)}, data_parallel_size=2, launch=launch)
     assert check.difference == 0
-
-
-def test_equal_losses_agree_within_nothing_that_needs_a_number() -> None:
-    check = compare({"user": USER, "user_again": USER, "best": USER}, precision="fp32")
-    assert check.message == "The first 3 losses are the same."
 
 
 def test_where_the_users_own_config_is_the_result_no_losses_are_compared(bench: StudyBench) -> None:

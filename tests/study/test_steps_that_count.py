@@ -17,7 +17,6 @@ from optuna_dsat.report.page import render
 from optuna_dsat.report.view import read_view
 from optuna_dsat.runtime.events import StepMeasured
 from optuna_dsat.study.progress import TrialStepped
-from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.stored import record_of, trial_row
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import metric_in_words, steps_in_words
@@ -63,13 +62,11 @@ def _changed(update: LaunchUpdate) -> Iterator[LaunchUpdate]:
     yield Observed(launch_id=update.launch_id, event=padded)
 
 
-@pytest.fixture
-def result(bench: StudyBench) -> StudyResult:
+def test_every_record_of_a_study_counts_the_same_steps_and_every_view_says_so(
+    bench: StudyBench, capsys: pytest.CaptureFixture[str]
+) -> None:
     launcher = HalfPrecisionLauncher(Hill(), total_slots=2, noise=0.0)
-    return bench.run_by(launcher, bench.spec(end_profile_step=8, max_trials=4))
-
-
-def test_every_record_of_a_study_counts_the_same_steps(bench: StudyBench, result: StudyResult) -> None:
+    result = bench.run_by(launcher, bench.spec(end_profile_step=8, max_trials=4))
     assert result.reason
     stored = record_of(bench.store, "s")
     uuid = stored.uuid
@@ -90,9 +87,6 @@ def test_every_record_of_a_study_counts_the_same_steps(bench: StudyBench, result
         assert len(counted) == 6
         assert sum(counted) / 6 == pytest.approx(metrics["latency"])
         assert len(bench.store.steps(uuid, trial.user_attrs[attributes.LAUNCH_ID])) == 2 * (8 + SKIPS)
-
-
-def test_the_result_says_so_in_one_line(result: StudyResult, capsys: pytest.CaptureFixture[str]) -> None:
     assert result.metrics["tokens_per_s"] == pytest.approx(100 * result.metrics["throughput"])
     show_result(result, as_json=False)
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Steps: ")]
@@ -100,6 +94,19 @@ def test_the_result_says_so_in_one_line(result: StudyResult, capsys: pytest.Capt
         "Steps: 2 steps skipped by the loss scaler, not counted; inputs vary in size by 40% from step"
     )
     assert metric_in_words("tokens_per_s", result.metrics["tokens_per_s"]) in line
+    winner = bench.study().trials[result.trial]
+    words = steps_in_words(**attributes.step_facts(winner))
+    assert words.startswith("2 steps skipped by the loss scaler, not counted; inputs vary in size by 40%")
+    assert leave("show", "s", "--storage", bench.store.url) == 0
+    assert f"{words})" in capsys.readouterr().out
+    view = read_view(bench.store, "s")
+    assert words in html.unescape(render(view))
+    note = trial_note(view, next(trial for trial in view.trials if trial.number == winner.number))
+    assert "| steps skipped by the loss scaler, not counted | 2 |" in note
+    assert "| inputs vary in size from step to step by | 40% |" in note
+    speed = winner.user_attrs[attributes.METRICS]["tokens_per_s"]
+    assert f"| {literal('tokens_per_s')} | {metric_in_words('tokens_per_s', speed)} |" in note
+    assert f"| {literal('steps_completed')} | {RESUMED + SKIPS + 8} |" in note
 
 
 def test_a_ratio_is_told_without_the_difference_in_length() -> None:
@@ -117,24 +124,6 @@ def test_a_script_of_equal_steps_has_no_such_line(bench: StudyBench) -> None:
     result = bench.run(bench.spec(max_trials=2), Hill())
     assert result.measurement == ""
     assert "tokens_per_s" not in result.metrics
-
-
-def test_show_report_and_notes_say_so(
-    bench: StudyBench, result: StudyResult, capsys: pytest.CaptureFixture[str]
-) -> None:
-    winner = bench.study().trials[result.trial]
-    words = steps_in_words(**attributes.step_facts(winner))
-    assert words.startswith("2 steps skipped by the loss scaler, not counted; inputs vary in size by 40%")
-    assert leave("show", "s", "--storage", bench.store.url) == 0
-    assert f"{words})" in capsys.readouterr().out
-    view = read_view(bench.store, "s")
-    assert words in html.unescape(render(view))
-    note = trial_note(view, next(trial for trial in view.trials if trial.number == winner.number))
-    assert "| steps skipped by the loss scaler, not counted | 2 |" in note
-    assert "| inputs vary in size from step to step by | 40% |" in note
-    speed = winner.user_attrs[attributes.METRICS]["tokens_per_s"]
-    assert f"| {literal('tokens_per_s')} | {metric_in_words('tokens_per_s', speed)} |" in note
-    assert f"| {literal('steps_completed')} | {RESUMED + SKIPS + 8} |" in note
 
 
 def test_of_many_steps_some_are_reported_and_the_last(bench: StudyBench) -> None:

@@ -48,7 +48,7 @@ def run_with_trainer(bench: StudyBench, trainer: ScriptTrainer = LIGHTNING, **ch
     fingerprint = str(first.attributes[attributes.FINGERPRINT])
     profiled = replace(present(first.profiled), trainer=trainer)
     bench.store.save_profile(fingerprint, profiled.to_json(), study_uuid=first.record.uuid)
-    return bench.run(bench.spec(**{"max_trials": 4, "confirm": 0, **changes}), Hill())
+    return bench.run(bench.spec(**{"max_trials": 3, "confirm": 0, **changes}), Hill())
 
 
 def test_lengths_of_a_schedule_that_the_trainer_has_to_compute_are_reported_as_changed(bench: StudyBench) -> None:
@@ -75,7 +75,7 @@ def test_report_and_note_advise_what_the_result_does(bench: StudyBench) -> None:
         profiled = replace(present(first.profiled), batch=rule)
         fingerprint = str(first.attributes[attributes.FINGERPRINT])
         bench.store.save_profile(fingerprint, profiled.to_json(), study_uuid=first.record.uuid)
-        result = bench.run(bench.spec(name=name, max_trials=4, confirm=0), Hill())
+        result = bench.run(bench.spec(name=name, max_trials=2, confirm=0), Hill())
         assert result.advice
         view = read_view(bench.store, name)
         assert result.advice == present(view.result).advice
@@ -90,7 +90,9 @@ def _named(script: ScriptSpec, settings: Path) -> ScriptSpec:
     return script.model_copy(update={"args": (str(settings),)})
 
 
-def test_what_best_prints_is_what_the_trainer_takes(bench: StudyBench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_best_prints_what_the_trainer_takes_and_the_spec_is_exported_as_stored(
+    bench: StudyBench, capsys: pytest.CaptureFixture[str]
+) -> None:
     result = run_with_trainer(bench)
     assert leave("best", "s", "--storage", bench.store.url) == 0
     printed = json.loads(capsys.readouterr().out)
@@ -99,6 +101,10 @@ def test_what_best_prints_is_what_the_trainer_takes(bench: StudyBench, capsys: p
     view = read_view(bench.store, "s")
     shown = study_note(view).partition("```json\n")[2].partition("```")[0]
     assert json.loads(shown) == printed
+    assert read_stored(bench.store, "s").spec.ds_config[ds_config.GRADIENT_ACCUMULATION] == 4
+    for command in ("export", "show"):
+        assert leave(command, "s", "--storage", bench.store.url, *(["--json"] * (command == "show"))) == 0
+        assert json.loads(capsys.readouterr().out)["spec"]["ds_config"] == USER_CONFIG
 
 
 def test_all_who_look_at_a_study_see_the_space_that_it_searched(
@@ -140,7 +146,7 @@ class FailsAgain:
 def test_a_confirmed_winner_is_not_compared_with_a_user_config_that_could_not_be_confirmed(
     bench: StudyBench, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = bench.run(bench.spec(max_trials=6, confirm=2), Hill(FailsAgain()), noise=0.1)
+    result = bench.run(bench.spec(max_trials=4, confirm=1), Hill(FailsAgain()), noise=0.1)
     study = read_stored(bench.store, "s")
     assert study.best is not None
     assert study.baseline is not None
@@ -156,9 +162,6 @@ def test_a_confirmed_winner_is_not_compared_with_a_user_config_that_could_not_be
     capsys.readouterr()
     show_result(result, as_json=False)
     assert "Your config could not be measured again; compared with its " in capsys.readouterr().out
-    again = bench.run(bench.spec(name="whole", max_trials=6, confirm=2), Hill(), noise=0.1)
-    assert again.speed_up_confirmed
-    assert again.speed_up == pytest.approx(again.value / present(again.user_value))
 
 
 class UncountedFlops(Hill):
@@ -179,14 +182,3 @@ def test_a_study_is_shown_in_the_metric_that_it_optimised(
         printed = capsys.readouterr().out
         assert {number, unit} <= set(re.split(r"[\s,:]+", printed)), command
         assert "FLOP" not in printed, command
-
-
-def test_the_spec_that_is_exported_is_the_one_that_was_stored(
-    bench: StudyBench, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_with_trainer(bench)
-    study = read_stored(bench.store, "s")
-    assert study.spec.ds_config[ds_config.GRADIENT_ACCUMULATION] == 4
-    for command in ("export", "show"):
-        assert leave(command, "s", "--storage", bench.store.url, *(["--json"] * (command == "show"))) == 0
-        assert json.loads(capsys.readouterr().out)["spec"]["ds_config"] == USER_CONFIG

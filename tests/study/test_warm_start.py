@@ -32,7 +32,7 @@ class Larger(Hill):
 
 
 def guided(bench: StudyBench, name: str, **changes: Any) -> StudySpec:
-    values: dict[str, Any] = {"name": name, "method": "guided", "max_trials": 6, "confirm": 0, "no_tune": KEEP}
+    values: dict[str, Any] = {"name": name, "method": "guided", "max_trials": 4, "confirm": 0, "no_tune": KEEP}
     return bench.spec(**{**values, **changes})
 
 
@@ -75,14 +75,13 @@ def ten_times_slower(config: Any, *, stage: int) -> SimulatedResult:
     return replace(result, forward_s=times * result.forward_s, backward_s=times * result.backward_s)
 
 
-@pytest.mark.usefixtures("in_sqlite")
 def test_a_resumed_study_plans_with_the_same_knowledge_though_its_source_is_gone(bench: StudyBench) -> None:
     bench.run(guided(bench, "first"), Hill())
     bench.run(guided(bench, "whole", options={"warm_start": "first"}), Hill())
-    halves = guided(bench, "halves", options={"warm_start": "first"}, max_trials=3)
+    halves = guided(bench, "halves", options={"warm_start": "first"}, max_trials=2)
     bench.run(halves, Hill())
     bench.store.delete_study("first")
-    bench.run(halves.model_copy(update={"max_trials": 6}), Hill())
+    bench.run(halves.model_copy(update={"max_trials": 4}), Hill())
     assert configs(bench, "halves") == configs(bench, "whole")
     assert len(told(bench)) == 2
 
@@ -100,23 +99,21 @@ def test_another_model_gives_what_belongs_to_the_machine_alone(bench: StudyBench
     assert not stored.same_model
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"warm_start": "gone"}, "the other studies of this database: first"),
-        ({"warm_start": "s"}, "the other studies of this database: first"),
-        ({"warm_start": "first", "no_warm_start": True}, "exclude each other"),
-    ],
-)
-def test_what_cannot_be_begun_with_is_refused_before_any_launch(
-    bench: StudyBench, options: dict[str, Any], words: str
-) -> None:
+def test_what_cannot_be_begun_with_is_refused_before_any_launch(bench: StudyBench) -> None:
     bench.run(guided(bench, "first", max_trials=2), Hill())
+    others = "the other studies of this database: first"
     hill = Hill()
-    with pytest.raises(UsageError, match=words):
-        bench.run(guided(bench, "s", options=options), hill)
+    for changes, words in (
+        ({"options": {"warm_start": "gone"}}, others),
+        ({"options": {"warm_start": "s"}}, others),
+        ({"options": {"warm_start": "first", "no_warm_start": True}}, "exclude each other"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            bench.run(guided(bench, "s", **changes), hill)
     assert hill.configs == []
     assert bench.store.find_study("s") is None
+    with pytest.raises(UsageError, match="on 2 x simulated; this study runs on 4 x simulated"):
+        bench.run(guided(bench, "s", slots_per_trial=4, options={"warm_start": "first"}), Hill(), slots=4)
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
@@ -127,12 +124,6 @@ def test_a_kept_batch_starts_from_larger_micro_batches_of_an_earlier_study(bench
     assert told(bench)
     assert result is not None
     assert result.train_batch_size == 8
-
-
-def test_other_hardware_is_refused(bench: StudyBench) -> None:
-    bench.run(guided(bench, "first", max_trials=2), Hill())
-    with pytest.raises(UsageError, match="on 2 x simulated; this study runs on 4 x simulated"):
-        bench.run(guided(bench, "s", slots_per_trial=4, options={"warm_start": "first"}), Hill(), slots=4)
 
 
 def step_time() -> StepTimeModel:
