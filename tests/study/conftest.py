@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,20 @@ def in_sqlite() -> None:
     """Have the bench's trials in SQLite, where other stores see them; in memory a study takes half the time."""
 
 
+@pytest.fixture(scope="session")
+def migrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a database with all tables, for copies: to make them takes as long as a small study."""
+    path = tmp_path_factory.mktemp("migrated") / "study.db"
+    Store.open(f"sqlite:///{path}").close()
+    return path
+
+
 @pytest.fixture
-def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StudyBench]:
+def bench(request: pytest.FixtureRequest, tmp_path: Path, migrated: Path) -> Iterator[StudyBench]:
     """Return a bench on a new database, whose trials are in memory unless the test uses ``in_sqlite``."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     (tmp_path / "train.py").write_text("")
+    shutil.copy(migrated, tmp_path / "study.db")
     real = "in_sqlite" in request.fixturenames
     with Store.open(f"sqlite:///{tmp_path / 'study.db'}") if real else quick_store(tmp_path) as store:
         yield SmallBench(tmp_path, store)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,9 +21,14 @@ from optuna_dsat.study.profile import batch_search, turn
 from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.study.search import recorder
 from optuna_dsat.study.space import dataset_size, epoch_samples, largest_global_batch
-from tests.harness.studies import StudyBench
+from optuna_dsat.study.spec import StudySpec
+from tests.harness.studies import spec_of
 
 MAPPED = {"script": "/x/train.py", "cwd": "/x", "config_path": "/x/ds.json", "arg_mappings": {MICRO_BATCH: "--bs"}}
+
+
+def spec_with(**changes: Any) -> StudySpec:
+    return spec_of(Path("/x"), **changes)
 
 
 class Record:
@@ -43,10 +49,8 @@ class Record:
 
 
 @pytest.mark.parametrize(("fed", "kept"), [(16, None), (4, 4), (None, 16)])
-def test_a_fixed_micro_batch_is_compared_with_what_was_fed(
-    bench: StudyBench, fed: int | None, kept: int | None
-) -> None:
-    spec = bench.spec(fix={MICRO_BATCH: 16})
+def test_a_fixed_micro_batch_is_compared_with_what_was_fed(fed: int | None, kept: int | None) -> None:
+    spec = spec_with(fix={MICRO_BATCH: 16})
     record: Any = Record(fed)
     launcher: Any = None  # nothing is launched where nothing can be guessed
     rule = batch_search.find_batch_rule(spec, launcher, record, overlay={MICRO_BATCH: 16}, present=16)
@@ -55,28 +59,28 @@ def test_a_fixed_micro_batch_is_compared_with_what_was_fed(
 
 @pytest.mark.parametrize(("fed", "kept"), [(16, None), (4, 4), (None, None)])
 def test_a_pipeline_that_is_fed_by_the_scripts_own_iterator_is_compared_too(
-    bench: StudyBench, fed: int | None, kept: int | None, monkeypatch: pytest.MonkeyPatch
+    fed: int | None, kept: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Record.engine, "pipeline", True)
     record: Any = Record(fed)
     launcher: Any = None
-    rule = batch_search.find_batch_rule(bench.spec(), launcher, record, overlay={MICRO_BATCH: 16}, present=16)
+    rule = batch_search.find_batch_rule(spec_with(), launcher, record, overlay={MICRO_BATCH: 16}, present=16)
     assert (None if rule is None else rule.own) == kept
 
 
-def test_a_mapped_option_is_followed_where_no_inputs_are_seen(bench: StudyBench) -> None:
+def test_a_mapped_option_is_followed_where_no_inputs_are_seen() -> None:
     """The message that no option was found recommends to map one."""
     record: Any = Record(None)
     launcher: Any = None
-    spec = bench.spec(script=MAPPED)
+    spec = spec_with(script=MAPPED)
     assert batch_search.find_batch_rule(spec, launcher, record, overlay={MICRO_BATCH: 1}, present=8) is None
 
 
-def test_batches_that_differ_in_size_are_the_scripts_own_at_the_users_micro_batch(bench: StudyBench) -> None:
+def test_batches_that_differ_in_size_are_the_scripts_own_at_the_users_micro_batch() -> None:
     record: Any = Record(9)
     record.sizes = (9, 8, 25)
     launcher: Any = None  # no guess is launched: none can be proven
-    rule = batch_search.find_batch_rule(bench.spec(), launcher, record, overlay={MICRO_BATCH: 1}, present=8)
+    rule = batch_search.find_batch_rule(spec_with(), launcher, record, overlay={MICRO_BATCH: 1}, present=8)
     assert rule is not None
     assert (rule.kind, rule.own, rule.sizes) == ("held", 8, (8, 25))
     assert BatchRule.from_json(json.loads(json.dumps(rule.to_json()))) == rule
@@ -135,7 +139,7 @@ def of_both(options: dict[str, int]) -> tuple[int, int]:
 )
 @pytest.mark.parametrize("room", [100, 5])
 def test_options_of_any_name_that_set_a_trainers_batch_sizes_are_proven(
-    bench: StudyBench, sizes: Any, options: dict[str, int], expected: dict[str, str],
+    sizes: Any, options: dict[str, int], expected: dict[str, str],
     room: int,
 ) -> None:  # fmt: skip
     launched: list[str] = []
@@ -151,11 +155,11 @@ def test_options_of_any_name_that_set_a_trainers_batch_sizes_are_proven(
     micro_batch, steps = sizes(options)
     profile: Any = Trains(micro_batch, steps, options)
     asked: dict[str, Any] = {"overlay": batch_overlay(1)}
-    trainer = batch_search.find_trainer(bench.spec(), launch, profile, **asked)
+    trainer = batch_search.find_trainer(spec_with(), launch, profile, **asked)
     assert trainer is not None
     assert trainer.options == expected
     assert len(set(launched)) == len(launched) > 0
-    for spec in (bench.spec(follow_batch=False), bench.spec(script=MAPPED)):
+    for spec in (spec_with(follow_batch=False), spec_with(script=MAPPED)):
         launched.clear()
         trainer = batch_search.find_trainer(spec, launch, profile, **asked)
         assert (trainer and trainer.options, launched) == ({}, [])
@@ -163,7 +167,7 @@ def test_options_of_any_name_that_set_a_trainers_batch_sizes_are_proven(
     assert "(now" not in trainer.announcement().partition(" and ")[0], "it was given the launch's by the mapped option"
 
 
-def test_a_settings_file_that_sets_a_trainers_size_is_proven(bench: StudyBench) -> None:
+def test_a_settings_file_that_sets_a_trainers_size_is_proven() -> None:
     keys = {"eval_batch_size": 3, "layers": 3, "batch_of_another": 3, "train_batch_size": 3}
     noted = [{"file": "/x/run.yaml", "key": key, "value": value} for key, value in keys.items()]
 
@@ -180,7 +184,7 @@ def test_a_settings_file_that_sets_a_trainers_size_is_proven(bench: StudyBench) 
         return ran, ran
 
     profile: Any = ReadsAFile(3, 1, {})
-    trainer = batch_search.find_trainer(bench.spec(), launch, profile, overlay=batch_overlay(1))
+    trainer = batch_search.find_trainer(spec_with(), launch, profile, overlay=batch_overlay(1))
     assert trainer is not None
     assert trainer.options == {}
     assert trainer.source == {
@@ -202,7 +206,7 @@ def test_a_settings_file_that_sets_a_trainers_size_is_proven(bench: StudyBench) 
     ids=["option", "config", "frames", "mapped", "mapped, no proportion", "no proportion", "mapped in vain"],
 )
 def test_rows_per_sample_are_proven_by_a_second_size(
-    bench: StudyBench, fed: Any, mapped: bool,
+    fed: Any, mapped: bool,
     expected: tuple[str, int, tuple[int, int]] | None,
 ) -> None:  # fmt: skip
     class Fed(Record):
@@ -219,7 +223,7 @@ def test_rows_per_sample_are_proven_by_a_second_size(
         proof = ran(request, request.overlay[MICRO_BATCH], request.command.arg_mappings)
         return proof, proof
 
-    spec = bench.spec(script=MAPPED) if mapped else bench.spec()
+    spec = spec_with(script=MAPPED) if mapped else spec_with()
 
     def found() -> BatchRule | None:
         return batch_search.find_batch_rule(
@@ -247,7 +251,7 @@ def test_rows_per_sample_are_proven_by_a_second_size(
     ids=["option", "option, out of memory", "option of another name", "config", "config, out of memory"],
 )
 def test_a_size_that_coincides_with_the_config_is_proven_at_another(
-    bench: StudyBench, own: int, fed: Any, room: int, expected: str | None, launches: int
+    own: int, fed: Any, room: int, expected: str | None, launches: int
 ) -> None:
     options = {"--bs": own} if expected == "--bs" else {"--size": own}
     loader = {"file": "/x/train.py", "line": 3, "batch_size": own, "samples": 99, "trains": True}
@@ -268,16 +272,16 @@ def test_a_size_that_coincides_with_the_config_is_proven_at_another(
         return proof, proof
 
     record: Any = Fed(own)
-    rule = batch_search.find_batch_rule(bench.spec(), launch, record, overlay=batch_overlay(own), present=own)
+    rule = batch_search.find_batch_rule(spec_with(), launch, record, overlay=batch_overlay(own), present=own)
     assert (None if rule is None else rule.option) == expected
     assert len(launched) == (2 if room == 0 and own == 4 else launches)
     record.batch_sources = BatchSourcesFound(
         rank=0, time=1.0, options={}, settings=[{"file": "/x/ds.json", "key": MICRO_BATCH, "value": own}]
     )
     launched.clear()
-    assert batch_search.find_batch_rule(bench.spec(), launch, record, overlay=batch_overlay(own), present=own) is None
+    assert batch_search.find_batch_rule(spec_with(), launch, record, overlay=batch_overlay(own), present=own) is None
     assert not launched, "the script reads a DeepSpeed config"
-    kept = bench.spec(no_tune=[MICRO_BATCH])
+    kept = spec_with(no_tune=[MICRO_BATCH])
     assert batch_search.find_batch_rule(kept, launch, record, overlay=batch_overlay(own), present=own) is None
 
 
@@ -319,7 +323,7 @@ class Passes:
     ids=["option", "choices", "override", "second of two", "fails at a stage", "sets nothing"],
 )  # fmt: skip
 def test_an_option_that_sets_the_stage_is_proven(
-    bench: StudyBench, sets: Any, options: dict[str, int],
+    sets: Any, options: dict[str, int],
     accepted: dict[str, list[int]], expected: str, launches: list[tuple[str, ...]],
 ) -> None:  # fmt: skip
     given: list[tuple[str, ...]] = []
@@ -338,12 +342,12 @@ def test_an_option_that_sets_the_stage_is_proven(
         "overlay": {**batch_overlay(1), "zero_optimization": {"stage": 3}},
         "differences": profile.config_differences,
     }
-    spec = bench.spec(script=script, ds_config={})
+    spec = spec_with(script=script, ds_config={})
     assert batch_search.find_stage_option(spec, launch, profile, **asked) == expected
     assert given == launches
     given.clear()
-    mapped = bench.spec(script={**script, "arg_mappings": {STAGE: "--level"}}, ds_config={})
-    for other in (mapped, bench.spec(script=script, ds_config={}, follow_batch=False)):
+    mapped = spec_with(script={**script, "arg_mappings": {STAGE: "--level"}}, ds_config={})
+    for other in (mapped, spec_with(script=script, ds_config={}, follow_batch=False)):
         assert batch_search.find_stage_option(other, launch, profile, **asked) == ""
     assert given == []
 
@@ -351,9 +355,7 @@ def test_an_option_that_sets_the_stage_is_proven(
 @pytest.mark.parametrize(
     ("own", "expected"), [(2, "--accum"), (3, "--steps-accumulated"), (4, "--update_freq"), (None, "")]
 )
-def test_an_option_that_sets_the_accumulation_steps_is_proven(
-    bench: StudyBench, own: int | None, expected: str
-) -> None:
+def test_an_option_that_sets_the_accumulation_steps_is_proven(own: int | None, expected: str) -> None:
     options = {"--accum": 2, "--epochs": 3, "--steps-accumulated": 3, "--batch-size": 3, "--update_freq": 4}
     launched: list[Any] = []
 
@@ -365,7 +367,7 @@ def test_an_option_that_sets_the_accumulation_steps_is_proven(
     record: Any = SimpleNamespace(batch_sources=BatchSourcesFound(rank=0, time=1.0, options=options), trainer=None)
     differences = {} if own is None else {GRADIENT_ACCUMULATION: [own, own]}
     asked: dict[str, Any] = {"overlay": batch_overlay(1), "differences": differences}
-    assert batch_search.find_accumulation_option(bench.spec(), launch, record, **asked) == expected
+    assert batch_search.find_accumulation_option(spec_with(), launch, record, **asked) == expected
     assert [args[-2:] for args in launched] == ([] if own is None else [(expected, str(2 * own))])
 
 
@@ -376,10 +378,10 @@ def test_an_option_that_sets_the_accumulation_steps_is_proven(
     (False, 20, (20, 20, 8)),
 ])  # fmt: skip
 def test_data_that_each_rank_loads_as_a_whole_count_once(
-    bench: StudyBench, profiled: Profiled, loads_all: bool, given: int | None, expected: tuple[int, int, int]
+    profiled: Profiled, loads_all: bool, given: int | None, expected: tuple[int, int, int]
 ) -> None:
     profiled = Profiled.from_json(replace(profiled, samples_per_rank=4000, loads_all=loads_all).to_json())
-    spec = bench.spec(dataset_size=given)
+    spec = spec_with(dataset_size=given)
     sizes = dataset_size(spec, profiled), epoch_samples(spec, profiled), largest_global_batch(spec, profiled, own=8)
     assert sizes == expected
 
@@ -401,6 +403,6 @@ def test_a_script_that_feeds_less_than_its_micro_batch_is_asked_for_no_more(fed:
     assert recorder._data_limit(flight) == limit
 
 
-def test_the_global_batch_follows_in_a_script_with_an_option_for_it(bench: StudyBench, profiled: Profiled) -> None:
-    followed = replace(profiled, global_batch_option="--global").followed_by(bench.spec())
+def test_the_global_batch_follows_in_a_script_with_an_option_for_it(profiled: Profiled) -> None:
+    followed = replace(profiled, global_batch_option="--global").followed_by(spec_with())
     assert followed.script.arg_mappings == {TRAIN_BATCH: "--global"}

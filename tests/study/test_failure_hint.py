@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,16 +10,13 @@ import pytest
 from optuna.distributions import CategoricalDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from optuna_dsat.errors import ScriptFailedError
 from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.end_reason import describe_structure_failures
 from optuna_dsat.study.profile.profile import failure_hint
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH, ZERO_STAGE
-from tests.harness.landscapes import Hill
-from tests.harness.simulated import SimulatedResult
-from tests.harness.studies import StudyBench
+from tests.harness.studies import spec_of
 
 AUTO = {"zero_optimization": {"reduce_bucket_size": "auto", "zenflow": {"select_interval": "auto"}}}
 QUANTIZED = {"optimizer": {"type": "AdamW"}, "zero_optimization": {"zero_quantized_weights": True}}
@@ -86,11 +84,8 @@ OFFLOAD = {"optimizer": {"type": "AdamW"}, "zero_optimization": {"offload_optimi
         ),
     ],
 )
-def test_a_remedy_is_given_where_the_error_supports_it(
-    bench: StudyBench, message: str, config: dict[str, Any], hint: str
-) -> None:
-    spec = bench.spec(max_trials=1)
-    spec = spec.model_copy(update={"ds_config": config})
+def test_a_remedy_is_given_where_the_error_supports_it(message: str, config: dict[str, Any], hint: str) -> None:
+    spec = spec_of(Path("/x")).model_copy(update={"ds_config": config})
     report: Any = SimpleNamespace(outcome=Outcome.INVALID_CONFIG, message=message, error_excerpt="")
     assert failure_hint(spec, report, LaunchRecord(world_size=2, start_profile_step=1)) == hint
 
@@ -133,14 +128,10 @@ def test_what_the_search_avoids_is_stated_and_a_stage_that_runs_outside_it() -> 
     )
 
 
-def test_a_script_that_reads_its_rank_where_another_launcher_sets_it_is_told_what_there_is(bench: StudyBench) -> None:
-    for variable in ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
-        message = f"rank 1: KeyError: '{variable}'"
-        landscape = Hill(
-            lambda _, message=message: SimulatedResult(  # type: ignore[misc]
-                outcome=Outcome.SCRIPT_ERROR, startup_s=1.0, message=message
-            )
-        )
-        spec = bench.spec(max_trials=1, confirm=0).model_copy(update={"name": variable})
-        with pytest.raises(ScriptFailedError, match=rf"{variable} is set by another launcher.*have RANK"):
-            bench.run(spec, landscape)
+@pytest.mark.parametrize("variable", ["SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"])
+def test_a_script_that_reads_its_rank_where_another_launcher_sets_it_is_told_what_there_is(variable: str) -> None:
+    message = f"rank 1: KeyError: '{variable}'"
+    report: Any = SimpleNamespace(outcome=Outcome.SCRIPT_ERROR, message=message, error_excerpt="")
+    hint = failure_hint(spec_of(Path("/x")), report, LaunchRecord(world_size=2, start_profile_step=1))
+    assert hint.startswith(f". {variable} is set by another launcher")
+    assert "have RANK" in hint

@@ -57,7 +57,7 @@ def ctrl_c_after(owner: Any, name: str, *, call: int = 2) -> Iterator[list[int]]
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_no_trial_is_left_running(bench: StudyBench, owner: Any, name: str) -> None:
-    session = bench.session(bench.spec(confirm=0), SimulatedLauncher(Hill(), total_slots=2))
+    session = bench.session(bench.spec(max_trials=3, confirm=0), SimulatedLauncher(Hill(), total_slots=2))
     with ctrl_c_after(owner, name) as calls:
         session.run()
     assert len(calls) >= 2
@@ -72,7 +72,7 @@ def test_no_trial_is_left_running(bench: StudyBench, owner: Any, name: str) -> N
 def test_a_launch_that_is_repeated_is_returned(bench: StudyBench) -> None:
     flaky = SimulatedResult(outcome=Outcome.COMMUNICATION_ERROR, startup_s=1, message="connection reset")
     hill = Hill(override=lambda _: flaky if len(hill.configs) == 2 else None)
-    session = bench.session(bench.spec(confirm=0), SimulatedLauncher(hill, total_slots=2))
+    session = bench.session(bench.spec(max_trials=2, confirm=0), SimulatedLauncher(hill, total_slots=2))
     with ctrl_c_after(TrialRecorder, "record_steps", call=1):
         session.run()
     first, copy = bench.study().get_trials(deepcopy=False)[:2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,35 +18,36 @@ from optuna_dsat.errors import ConfigError
 from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.study.space import space_of
 from tests.harness.small_model import CONFIG, GIB, HARDWARE, PROFILE, profiled_of
-from tests.harness.studies import StudyBench
+from tests.harness.studies import spec_of
+from tests.study.conftest import ZERO_3_KNOBS
 
 CPU = {"device": "cpu"}
 
 
-def space(bench: StudyBench, profiled: Profiled, **changes: Any) -> SearchSpace:
-    return space_of(bench.spec(method="guided", **changes), profiled)
+def space(profiled: Profiled, **changes: Any) -> SearchSpace:
+    return space_of(spec_of(Path("/x"), **{"method": "guided", "no_tune": ZERO_3_KNOBS, **changes}), profiled)
 
 
-def choices(bench: StudyBench, profiled: Profiled, name: str, **changes: Any) -> tuple[Any, ...] | None:
-    return {tuned.name: tuned.choices for tuned in space(bench, profiled, **changes).knobs}.get(name)
+def choices(profiled: Profiled, name: str, **changes: Any) -> tuple[Any, ...] | None:
+    return {tuned.name: tuned.choices for tuned in space(profiled, **changes).knobs}.get(name)
 
 
 def mixture() -> Profiled:
     return profiled_of(profile=replace(PROFILE, leaf_classes=("Mixture",), leaf_params=10**8))
 
 
-def test_a_mixture_of_experts_is_a_leaf_at_zero_3_unless_the_user_says_otherwise(bench: StudyBench) -> None:
-    assert choices(bench, profiled_of(), LEAF_MODULE) is None
-    searched = space(bench, mixture())
+def test_a_mixture_of_experts_is_a_leaf_at_zero_3_unless_the_user_says_otherwise() -> None:
+    assert choices(profiled_of(), LEAF_MODULE) is None
+    searched = space(mixture())
     for params in searched.lineages():
         zero = searched.overlay({**params, MICRO_BATCH: 1})[ZERO]
         assert zero.get(LEAF_MODULE) == ({"classes": ["Mixture"]} if params["zero_stage"] == 3 else None)
-    assert choices(bench, mixture(), LEAF_MODULE, fix={LEAF_MODULE: False}) == (False,)
-    assert choices(bench, mixture(), LEAF_MODULE, no_tune=(LEAF_MODULE,)) is None
+    assert choices(mixture(), LEAF_MODULE, fix={LEAF_MODULE: False}) == (False,)
+    assert choices(mixture(), LEAF_MODULE, no_tune=(LEAF_MODULE,)) is None
     own = {"stage": 3, LEAF_MODULE: {"classes": ["Mine"]}}
-    assert choices(bench, mixture(), LEAF_MODULE, ds_config={**CONFIG, ZERO: own}) is None
+    assert choices(mixture(), LEAF_MODULE, ds_config={**CONFIG, ZERO: own}) is None
     with pytest.raises(ConfigError, match="no module of the model was seen to route samples"):
-        space(bench, profiled_of(), fix={LEAF_MODULE: True})
+        space(profiled_of(), fix={LEAF_MODULE: True})
 
 
 def test_a_leaf_is_gathered_as_a_whole() -> None:
@@ -59,13 +61,11 @@ def test_a_leaf_is_gathered_as_a_whole() -> None:
 
 
 @pytest.mark.parametrize(("host_gib", "searched"), [(512, False), (20, True), (1, False)])
-def test_page_locked_memory_is_searched_where_only_other_memory_may_fit(
-    bench: StudyBench, host_gib: int, searched: bool
-) -> None:
+def test_page_locked_memory_is_searched_where_only_other_memory_may_fit(host_gib: int, searched: bool) -> None:
     known = profiled_of(profile=replace(PROFILE, host_memory_bytes=host_gib * GIB))
-    assert (choices(bench, known, PIN_MEMORY) is not None) == searched
-    assert choices(bench, known, PIN_MEMORY, fix={PIN_MEMORY: False}) == (False,)
-    assert choices(bench, known, PIN_MEMORY, no_tune=(PIN_MEMORY,)) is None
+    assert (choices(known, PIN_MEMORY) is not None) == searched
+    assert choices(known, PIN_MEMORY, fix={PIN_MEMORY: False}) == (False,)
+    assert choices(known, PIN_MEMORY, no_tune=(PIN_MEMORY,)) is None
 
 
 def test_a_share_of_the_optimizer_moves_from_the_host_to_the_device() -> None:
