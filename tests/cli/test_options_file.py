@@ -190,22 +190,24 @@ def test_a_broken_pyproject_and_a_missing_file_are_one_clear_line(
     assert "pyproject.toml is not TOML" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("limit", sorted({*StudySpec.model_fields, *MethodOptions.model_fields}))
-def test_a_key_for_all_commands_changes_no_setting_of_a_resumed_study(limit: str) -> None:
+def test_a_key_for_all_commands_changes_no_setting_of_a_resumed_study() -> None:
     root = typer.main.get_command(app)
     assert isinstance(root, TyperGroup)
-    resume = root.commands["resume"]
-    if not any(option.name == limit and f"--{limit.replace('_', '-')}" in option.opts for option in resume.params):
-        return
-    key, value = limit.replace("_", "-"), 2 if limit == "max_trials" else 0.5
-    context = typer.Context(root)
+    context, settings = typer.Context(root), {*StudySpec.model_fields, *MethodOptions.model_fields}
 
     def given(table: dict[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = OptionsFile(path=Path("pyproject.toml"), table=table).default_map(root, context)
-        return dict(found["resume"])
+        return dict(OptionsFile(path=Path("pyproject.toml"), table=table).default_map(root, context)["resume"])
 
-    assert given({key: value}) == {}
-    assert given({"resume": {key: value}}) == {limit: value}
+    limits = [
+        option
+        for option in root.commands["resume"].params
+        if option.name in settings and f"--{option.name.replace('_', '-')}" in option.opts
+    ]
+    assert {"max_trials", "min_gain", "python"} <= {limit.name for limit in limits}
+    for limit in limits:
+        key, value = str(limit.name).replace("_", "-"), 2 if limit.name == "max_trials" else "0.5"
+        assert given({key: value}) == {}
+        assert given({"resume": {key: value}}) == {limit.name: value}
 
 
 def test_the_limits_of_a_stored_study_are_not_those_of_new_ones(

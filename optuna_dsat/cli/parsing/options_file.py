@@ -20,7 +20,7 @@ import json
 import os
 import stat
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,36 +53,39 @@ class OptionsFile:
 
     def default_map(self, root: TyperGroup, context: typer.Context) -> dict[str, Any]:
         """Return the checked values as a ``default_map``, nested as commands are; ``UsageError`` names file and key."""
-        every, by_command = self._split_tables(self.table, root.commands)
-        commands = dict(_walk(root))
+        own = {key: value for key, value in self.table.items() if key in root.commands and isinstance(value, dict)}
+        every = {key: value for key, value in self.table.items() if key not in own}
+        commands: dict[str, dict[str, Any]] = {
+            name: dict(command.commands) if isinstance(command, TyperGroup) else {name: command}
+            for name, command in root.commands.items()
+        }
+        flat = [command for inner in commands.values() for command in inner.values()]
         for name in every:
-            if not any(_find(command, name) for command in commands.values()):
-                raise self._unknown(name, commands.values())
+            if not any(_find(command, name) for command in flat):
+                raise self._unknown(name, flat)
         defaults: dict[str, Any] = {}
         taken: set[str] = set()
         refused: dict[str, UsageError] = {}
-        for path, command in commands.items():
-            own = self._of_command(by_command, path, root)
-            for name in own:
-                if not _find(command, name):
-                    raise self._unknown(name, [command], where=" ".join(path))
-            values = {**every, **own}
-            folder = defaults
-            for part in path[:-1]:
-                folder = folder.setdefault(part, {})
-            folder[path[-1]] = here = {}
-            for name, value in values.items():
-                option = _find(command, name)
-                kept = () if name in own else _NOT_SHARED.get(path[-1], ())
-                if value is None or option is None or option.name in kept:
-                    continue
-                try:
-                    here[str(option.name)] = self._checked(name, value, option, context)
-                    taken.add(name)
-                except UsageError as error:
-                    if name in own:
-                        raise
-                    refused.setdefault(name, error)  # plan takes one number of ranks, a search several
+        for command_name, inner in commands.items():
+            mine = own.get(command_name, {})
+            for name in mine:
+                if not any(_find(command, name) for command in inner.values()):
+                    raise self._unknown(name, inner.values(), where=command_name)
+            here: dict[str, dict[str, Any]] = {part: {} for part in inner}
+            for part, command in inner.items():
+                for name, value in {**every, **mine}.items():
+                    option = _find(command, name)
+                    kept = () if name in mine else _NOT_SHARED.get(command_name, ())
+                    if value is None or option is None or option.name in kept:
+                        continue
+                    try:
+                        here[part][str(option.name)] = self._checked(name, value, option, context)
+                        taken.add(name)
+                    except UsageError as error:
+                        if name in mine:
+                            raise
+                        refused.setdefault(name, error)  # plan takes one number of ranks, a search several
+            defaults[command_name] = here.get(command_name, here)
         for name in [name for name in refused if name not in taken]:
             raise refused[name]
         return defaults
@@ -95,24 +98,6 @@ class OptionsFile:
                 if key in table:
                     return table[key]
         return None
-
-    def _split_tables(
-        self, table: Mapping[str, Any], commands: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the options of a table and, separately, its tables of commands."""
-        inner = {key: value for key, value in table.items() if key in commands and isinstance(value, dict)}
-        return {key: value for key, value in table.items() if key not in inner}, inner
-
-    def _of_command(self, tables: Mapping[str, Any], path: tuple[str, ...], root: TyperGroup) -> dict[str, Any]:
-        """Return the options in the tables of one command, given by its path, such as ``("db", "upgrade")``."""
-        options: dict[str, Any] = {}
-        group: Any = root
-        for part in path:
-            group = group.commands[part]
-            here = tables.get(part, {})
-            own, tables = self._split_tables(here, getattr(group, "commands", {}))
-            options |= own
-        return options
 
     def _unknown(self, name: str, commands: Any, *, where: str = "") -> UsageError:
         options = (option for command in commands for option in _options(command))
@@ -236,15 +221,6 @@ def _options_file(path: Path, table: Any) -> OptionsFile:
     if not isinstance(table, dict):
         raise UsageError(f"{path} holds no table of options, such as `max-trials = 30`.")
     return OptionsFile(path=path, table=table)
-
-
-def _walk(group: TyperGroup, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], TyperCommand]]:
-    """Yield every command in a group, recursively, with its path of names."""
-    for name, command in group.commands.items():
-        if isinstance(command, TyperGroup):
-            yield from _walk(command, (*path, name))
-        elif isinstance(command, TyperCommand):
-            yield (*path, name), command
 
 
 def _options(command: TyperCommand) -> list[TyperOption]:
