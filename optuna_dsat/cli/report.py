@@ -160,22 +160,16 @@ def _against_own(explanation: Explanation) -> str:
     from optuna_dsat.study.confirm.speeds import speed_of
     from optuna_dsat.words import times_in_words
 
-    ratio, explained = explanation.speed_up, explanation.explained
+    ratio = explanation.speed_up
     if explanation.user_value is None or ratio is None:
         return "Your config was not measured, so there is nothing to compare with."
     if explanation.is_own:
         return "It is your config: nothing was found that is surely better."
     metric, device = explanation.metric, explanation.device
     own = speed_of(explanation.user_metrics, explanation.user_value, metric=metric, device=device).text
-    if not explanation.contradicted or explained is None or explanation.remainder is None:
-        return f"Your config reaches {own}; the winner is {times_in_words(ratio)}x as fast."
-    factors = (explained.factor, explained.low, explained.high, explanation.remainder.factor)
-    ends = ["?" if factor is None else times_in_words(factor) for factor in factors]
-    return (
-        f"Your config was measured at {own}, a ratio of {times_in_words(ratio)}, but what differs between the two "
-        f"accounts for {ends[0]} ({ends[1]} to {ends[2]}): {ends[3]} remains that nothing explains, such as a machine "
-        "that was busier at one of the two. Do not rely on the ratio; measure both again."
-    )
+    if explanation.contradicted:
+        return f"Your config reaches {own}, a ratio of {times_in_words(ratio)}."
+    return f"Your config reaches {own}; the winner is {times_in_words(ratio)}x as fast."
 
 
 def _print_factors(explanation: Explanation) -> None:

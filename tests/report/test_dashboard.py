@@ -62,11 +62,11 @@ def test_every_trial_has_its_config_and_every_ranks_log(finished: ReportedStudyB
 
 
 def test_publishing_again_changes_nothing(finished: ReportedStudyBench) -> None:
-    assert publish(finished.store, "s").artifacts > 16
+    publish(finished.store, "s")
     before = study_attributes(finished)
     files = sorted((finished.folder / "out" / "s" / "artifacts").iterdir())
-    again = publish(finished.store, "s")
-    assert (again.notes, again.artifacts) == (0, 0)
+    assert len(files) > 16
+    publish(finished.store, "s")
     assert study_attributes(finished) == before
     assert sorted((finished.folder / "out" / "s" / "artifacts").iterdir()) == files
 
@@ -77,7 +77,7 @@ def test_a_changed_log_replaces_the_old_artifact(finished: ReportedStudyBench) -
     names = artifact_names(finished, prefix)
     count = len(list((finished.folder / "out" / "s" / "artifacts").iterdir()))
     finished.log("trial-0000").write_text("another end\n")
-    assert publish(finished.store, "s").artifacts == 1
+    publish(finished.store, "s")
     assert artifact_names(finished, prefix) == names
     contents = [path.read_text() for path in (finished.folder / "out" / "s" / "artifacts").iterdir()]
     assert len(contents) == count
@@ -103,7 +103,7 @@ def test_a_process_that_is_killed_before_it_removes_an_old_log_lets_the_next_do_
         with pytest.raises(KeyboardInterrupt):
             publish(finished.store, "s")
     assert len(artifact_names(finished, prefix)) == len(names) + 1
-    assert publish(finished.store, "s").artifacts == 0
+    publish(finished.store, "s")
     assert artifact_names(finished, prefix) == names
 
 
@@ -112,7 +112,7 @@ def test_text_that_people_added_survives_publishing_again(finished: ReportedStud
     dashboard.save_note(study, dashboard.get_note(study) + "\nbuy more memory\n")
     record = record_of(finished.store, "s")
     finished.store.update_spec(record.uuid, {**record.spec, "max_trials": 20})
-    assert publish(finished.store, "s").notes == 1
+    publish(finished.store, "s")
     note = dashboard.get_note(finished.study())
     assert "16 of 20 launches" in note
     assert note.rstrip().endswith("buy more memory")

@@ -159,12 +159,12 @@ def save_artifacts(
     store: FileSystemArtifactStore,
     *,
     read_attributes: Callable[[], Mapping[str, Any]],
-) -> int:
-    """Save artifacts for optuna-dashboard, replacing an earlier one of the name; return the number of new ones.
+) -> None:
+    """Save artifacts for optuna-dashboard; each replaces an earlier one of its name.
 
     ``read_attributes`` returns the study's current system attributes in the database.
     """
-    storage, study_id, new = study._storage, study._study_id, 0
+    storage, study_id = study._storage, study._study_id
     present = _present(read_attributes())
     for artifact in artifacts:
         identifier = artifact.identifier(study_uuid)
@@ -178,12 +178,10 @@ def save_artifacts(
             }
             store.write(identifier, io.BytesIO(artifact.content))
             storage.set_study_system_attr(study_id, key, json.dumps(record))
-            new += 1
         for other in others - {key}:
             storage.set_study_system_attr(study_id, other, _REMOVED)
             with contextlib.suppress(ArtifactNotFound):
                 store.remove(other.removeprefix(artifact.prefix))
-    return new
 
 
 def _is_ours(identifier: str) -> bool:

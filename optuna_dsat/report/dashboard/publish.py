@@ -40,10 +40,6 @@ class Published:
 
     study_id: int
     """Optuna's id of the study, part of its page's address."""
-    notes: int
-    """Notes that changed."""
-    artifacts: int
-    """Artifacts that are new."""
     store: FileSystemArtifactStore | None
     """Store of the artifacts; None if the folder of the study's files is not on this machine."""
     refused: tuple[str, ...] = ()
@@ -108,8 +104,9 @@ def publish(store: Store, name: str, *, artifacts: bool = True) -> Published:
     view = read_view(store, name)
     cached = _CachedAttributes(store, store.storage.get_study_id_from_name(name))
     study = optuna.load_study(study_name=name, storage=cached)
-    notes = int(_save_note(study, study_note(view)))
-    notes += sum(_save_note(Trial(study, trial._trial_id), trial_note(view, trial)) for trial in view.launched)
+    _save_note(study, study_note(view))
+    for trial in view.launched:
+        _save_note(Trial(study, trial._trial_id), trial_note(view, trial))
     _save_plots(study, view)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
@@ -117,18 +114,15 @@ def publish(store: Store, name: str, *, artifacts: bool = True) -> Published:
     _save_result(study, view)
     files = artifact_store(view) if artifacts else None
     refused: list[str] = []
-    saved = 0
     if files is not None:
-        saved = save_artifacts(
+        save_artifacts(
             study,
             view.record.uuid,
             artifacts_of(view, refused.append),
             files,
             read_attributes=lambda: store.storage.get_study_system_attrs(study._study_id),
         )
-    return Published(
-        study_id=study._study_id, notes=notes, artifacts=saved, store=files, refused=tuple(dict.fromkeys(refused))
-    )
+    return Published(study_id=study._study_id, store=files, refused=tuple(dict.fromkeys(refused)))
 
 
 def _save_result(study: optuna.Study, view: StudyView) -> None:
@@ -139,14 +133,13 @@ def _save_result(study: optuna.Study, view: StudyView) -> None:
         study.set_user_attr(attributes.RESULT, words)
 
 
-def _save_note(target: optuna.Study | Trial, text: str) -> bool:
+def _save_note(target: optuna.Study | Trial, text: str) -> None:
     from optuna_dashboard import get_note, save_note
 
     present: str = get_note(target)
     wanted = keep_own_text(text, present)
     if wanted != present:
         save_note(target, wanted)
-    return wanted != present
 
 
 def _save_plots(study: optuna.Study, view: StudyView) -> None:

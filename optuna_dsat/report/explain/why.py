@@ -59,7 +59,7 @@ def why_of(view: StudyView) -> Why | None:
         return None
     why = Why(
         rows=tuple(factor_rows(explanation)),
-        told=(*told_of(explanation), *_doubt(explanation)),
+        told=tuple(told_of(explanation)),
         proposals=explanation.proposals,
     )
     gap = prediction_gap(view)
@@ -112,7 +112,7 @@ def _row(contribution: Contribution) -> FactorRow:
 
 
 def told_of(found: Explanation) -> list[str]:
-    """Return sentences on the winner's bottlenecks, memory use and GPU utilisation."""
+    """Return sentences on the winner's bottlenecks, memory use, GPU utilisation, and doubts about the speed-up."""
     largest = sorted(found.bounds.items(), key=lambda part: -part[1])
     shares = ", ".join(f"{name} {share:.0%}" for name, share in largest if share >= _WORTH_A_ROW)
     parts = [f"A step of the winner goes into {shares} (fitted model): it is bound by {found.bound}."] if shares else []
@@ -123,13 +123,9 @@ def told_of(found: Explanation) -> list[str]:
         )
     if found.utilisation is not None:
         parts.append(f"It reaches {found.utilisation:.0%} of the GPU's peak FLOPS (measured).")
-    return parts
-
-
-def _doubt(found: Explanation) -> Iterator[str]:
-    """Yield limitations of the speed-up."""
     if found.contradicted and found.remainder is not None and found.remainder.factor is not None:
-        yield (
+        parts.append(
             f"A factor of {times_in_words(found.remainder.factor)} remains that no setting explains, such as a machine "
             "that was busier at one of the two: do not rely on the speed-up before both are measured again."
         )
+    return parts

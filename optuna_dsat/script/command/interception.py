@@ -27,8 +27,9 @@ from typing import IO, Any
 from optuna_dsat.errors import UsageError
 from optuna_dsat.runtime.files import open_regular, read_regular, shortened
 from optuna_dsat.runtime.isolation.world import APART, World
-from optuna_dsat.runtime.user_code import parsed_source
+from optuna_dsat.runtime.user_code import called_name, parsed_source
 from optuna_dsat.script.command import interceptor
+from optuna_dsat.script.command.source import imported_modules
 from optuna_dsat.secrecy.references import without_secrets
 
 REMEDY = "Name the script and its config instead: optuna-dsat METHOD SCRIPT CONFIG -- ARGUMENTS."
@@ -180,14 +181,10 @@ def starts_launcher(file: Path, *, cwd: Path) -> bool:
     except (OSError, SyntaxError, ValueError):
         return False
     nodes = list(ast.walk(tree))
-    functions = [node.func for node in nodes if isinstance(node, ast.Call)]
-    called = {function.attr for function in functions if isinstance(function, ast.Attribute)}
-    called |= {function.id for function in functions if isinstance(function, ast.Name)}
+    called = {called_name(node) for node in nodes if isinstance(node, ast.Call)}
     if "initialize" in called:
         return False
-    imported = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
-    imported |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    if imported & set(interceptor.MODULES):
+    if set(imported_modules(nodes)) & set(interceptor.MODULES):
         return True
     return bool(called & _STARTERS) and any(_names_launcher(node, cwd=cwd) for node in nodes)
 

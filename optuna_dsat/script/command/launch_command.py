@@ -33,7 +33,7 @@ from optuna_dsat.script.command.interception import (
     ranks_of,
     starts_launcher,
 )
-from optuna_dsat.script.command.interceptor import LAUNCHERS, MOST_SLOTS
+from optuna_dsat.script.command.interceptor import LAUNCHERS, MOST_SLOTS, program
 from optuna_dsat.script.command.source import module_file
 from optuna_dsat.script.interpreter import has_console_script, interpreter_of, module_command, package_folders
 from optuna_dsat.secrecy.references import without_secrets
@@ -298,19 +298,12 @@ def _python(
     is_rank: bool = False,
 ) -> LaunchCommand:
     """Parse ``python [options] SCRIPT ...`` or ``python [options] -m MODULE ...``."""
-    rest = list(words[1:])
-    ignored = []
-    while rest and rest[0].startswith("-") and not rest[0].startswith("-m"):
-        flag = rest.pop(0)
-        if flag in ("-c", "-"):
-            raise UsageError(f"{words[0]} {flag} runs no file; give a script or a module (-m).")
-        ignored.append(flag)
-        if flag in ("-W", "-X") and rest:
-            ignored.append(rest.pop(0))
-    notes = (f"{' '.join(ignored)} of {words[0]} has no effect on the ranks.",) if ignored else ()
+    rest = program(words)
     if not rest:
-        raise UsageError(f"{' '.join(words)} names no script.")
-    if not rest[0].startswith("-m"):
+        raise UsageError(f"{' '.join(words[:2])} runs no file; give a script or a module (-m).")
+    start = next(place for place, word in enumerate(words) if word in (rest[0], "".join(rest[:2])))
+    notes = (f"{' '.join(words[1:start])} of {words[0]} has no effect on the ranks.",) if start > 1 else ()
+    if rest[0] != "-m":
         file = _program(rest[0], cwd=cwd, python=python)
         module = None if file is None else _launcher_of(file)
         if module in MAINS:
@@ -320,10 +313,9 @@ def _python(
         if not is_rank and starts_launcher(cwd / rest[0], cwd=cwd):
             return _wrapped([words[0], *rest], cwd=cwd, python=python, on_notice=on_notice)
         return LaunchCommand(script=rest[0], args=tuple(rest[1:]), without_launcher=True, notes=notes, python=python)
-    module = rest[0].removeprefix("-m") or (rest[1] if len(rest) > 1 else "")
-    args = rest[1:] if len(rest[0]) > len("-m") else rest[2:]
-    if not module:
+    if not rest[1:]:
         raise UsageError(f"{' '.join(words)} names no module.")
+    _, module, *args = rest
     if module in MAINS:
         return _launched(module, args, cwd=cwd, python=python)
     file = None if is_rank else module_file(module, cwd, python=python)

@@ -188,12 +188,13 @@ def _files(
             nodes = list(ast.walk(parsed_source(file)))
         except (OSError, SyntaxError, ValueError):
             continue
-        imported = list(_imported(nodes))
+        imported = list(imported_modules(nodes))
         yield nodes, imported
         waiting += _own_files(imported, folders=(file.parent, first.parent if first else cwd, cwd))
 
 
-def _imported(nodes: Sequence[ast.AST]) -> Iterator[str]:
+def imported_modules(nodes: Sequence[ast.AST]) -> Iterator[str]:
+    """Yield the modules, and the names in them, that syntax nodes import."""
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
