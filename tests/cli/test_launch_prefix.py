@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 from pathlib import Path
@@ -12,12 +11,13 @@ import pytest
 import typer
 
 from optuna_dsat.cli import app
-from optuna_dsat.cli.parsing.launch_prefix import unfold_command
+from optuna_dsat.cli.parsing.launch_prefix import kept_places, unfold_command
 from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.machine.devices import Device, Devices
-from optuna_dsat.script.command.interception import intercept
 from tests.harness.entry_points import leave
-from tests.harness.interceptor import intercept_here
+from tests.harness.interceptor import intercept_here, stand_in_for_torch
+
+TRAINS = "import torch.distributed\ntorch.distributed.init_process_group()\n"
 
 
 def unfolded(folder: Path, *words: str) -> list[str]:
@@ -48,9 +48,10 @@ def test_doctor_reads_a_command_as_a_search_does(tmp_path: Path, monkeypatch: py
     assert result == ["doctor", *named, "--", "--deepspeed_config", "ds.json"]
     module = list(unfold_command(["doctor", "python", "-m", "json.tool", "ds.json"], group, cwd=tmp_path).arguments)
     assert module[-5:] == ["--module", "json.tool", "ds.json", "--", "ds.json"]
-    tmp_path.joinpath("run.sh").write_text("cd sub\ntorchrun train.py\n")
+    tmp_path.joinpath("run.sh").write_text("cd sub\npython train.py\n")
     tmp_path.joinpath("sub").mkdir()
-    tmp_path.joinpath("sub", "train.py").write_text("")
+    tmp_path.joinpath("sub", "train.py").write_text(TRAINS)
+    stand_in_for_torch(tmp_path, monkeypatch)
     moved = unfold_command(["doctor", "--output-dir", "o", "bash", "run.sh"], group, cwd=tmp_path)
     assert moved.folder == tmp_path / "sub"
     assert ["--output-dir", str(tmp_path / "o"), "--storage"] == list(moved.arguments)[3:6]
@@ -67,13 +68,10 @@ def test_the_ranks_of_the_launcher_are_those_on_the_cpu(
     assert f"on the CPU, with {ranks} rank" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "launcher"),
-    [("torchrun", "torchrun"), ("deepspeed", "deepspeed"), ("python -m torch.distributed.launch", None)],
-)
-def test_the_typed_launcher_is_stored(tmp_path: Path, words: str, launcher: str | None) -> None:
-    result = unfolded(tmp_path, *words.split(), "train.py")
-    assert (dict(itertools.pairwise(result)).get("--train-launcher")) == launcher
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+def test_the_typed_launcher_is_stored(tmp_path: Path, launcher: str) -> None:
+    result = unfolded(tmp_path, launcher, "train.py")
+    assert result[result.index("--train-launcher") + 1] == launcher
 
 
 def test_more_ranks_than_cores_are_named_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,7 +140,6 @@ def test_what_no_launcher_takes_ends_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = "torchrun --nproc_per_node abc train.py"
-    monkeypatch.setattr("optuna_dsat.script.command.launch_command.intercept", intercept)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
     code = leave("guided", *command.split())
@@ -248,14 +245,23 @@ def test_a_script_that_starts_its_ranks_by_itself_gets_all_gpus(
     assert not capsys.readouterr().err
 
 
+@pytest.fixture
+def wrapper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a shell script that trains in another folder, where nothing heavy is loaded."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    stand_in_for_torch(tmp_path, monkeypatch)
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "own.py").write_text(TRAINS)
+    file = tmp_path / "train.sh"
+    file.write_text("cd inner\nexport MODEL=tiny\npython own.py --lr 3\n")
+    return file
+
+
+@pytest.mark.usefixtures("wrapper")
 def test_places_are_those_of_the_folder_in_which_a_command_is_typed_that_goes_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    (tmp_path / "inner").mkdir()
-    (tmp_path / "inner" / "own.py").write_text("")
-    (tmp_path / "train.sh").write_text("cd inner\nexport MODEL=tiny\ntorchrun --nproc_per_node 2 own.py --lr 3\n")
     result = unfolded(tmp_path, "bash", "train.sh")
     assert result[result.index("--output-dir") + 1] == str(tmp_path / "optuna-dsat-output")
     assert result[result.index("--storage") + 1].endswith(f"{tmp_path}/optuna-dsat.db")
@@ -263,29 +269,22 @@ def test_places_are_those_of_the_folder_in_which_a_command_is_typed_that_goes_el
     assert result[-3:] == ["--", "--lr", "3"]
     assert Path.cwd() == tmp_path
     assert "where the command goes" in " ".join(capsys.readouterr().err.split())
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OPTUNA_DSAT_STORAGE", "sqlite:///kept/my.db")
-    last = dict(itertools.pairwise(unfolded(tmp_path, "--output-dir=there", "bash", "train.sh")))
-    assert last["--output-dir"] == str(tmp_path / "there")
-    assert last["--storage"] == f"sqlite:///{tmp_path}/kept/my.db"
+    assert kept_places(tmp_path, tmp_path / "inner", given=["--output-dir=there"]) == [
+        *("--output-dir", str(tmp_path / "there"), "--storage", f"sqlite:///{tmp_path}/kept/my.db"),
+    ]
 
 
-def test_options_of_the_search_that_a_wrapper_would_lose_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_of_the_search_that_a_wrapper_would_lose_are_refused(tmp_path: Path, wrapper: Path) -> None:
     """64 launches were searched where five were asked for: nothing that the wrapper launches has the option."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    (tmp_path / "own.py").write_text("")
-    (tmp_path / "train.sh").write_text("torchrun --nproc_per_node 2 own.py\n")
-    (tmp_path / "passes.sh").write_text('torchrun --nproc_per_node 2 own.py "$@"\n')
+    (tmp_path / "passes.sh").write_text(wrapper.read_text().replace("--lr 3", '"$@"'))
     with pytest.raises(
         UsageError, match=r"^--max-trials: behind the command.*optuna-dsat random --max-trials \.\.\. bash"
     ):
         unfolded(tmp_path, "bash", "train.sh", "--max-trials", "5", "--lr=1")
     meant = unfolded(tmp_path, "--max-trials", "5", "--", "bash", "train.sh", "--max-trials=9")
     assert meant[meant.index("--max-trials") + 1] == "5"
-    assert meant[-1] == "--", "the command's own option, which the script is not given"
+    assert meant[-3:] == ["--", "--lr", "3"], "the command's own option, which the script is not given"
     given = unfolded(tmp_path, "--", "bash", "passes.sh", "--max-trials", "5")
     assert given[-3:] == ["--", "--max-trials", "5"]
 
@@ -300,14 +299,10 @@ def test_a_program_that_is_not_there_is_named(tmp_path: Path, first: tuple[str, 
 
 @pytest.mark.usefixtures("eight_gpus")
 def test_what_a_command_selects_is_returned_and_changes_the_process_when_applied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrapper: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
-    (tmp_path / "inner").mkdir()
-    (tmp_path / "inner" / "own.py").write_text("")
-    (tmp_path / "train.sh").write_text("cd inner\ndeepspeed --include localhost:2,3 own.py\n")
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    wrapper.write_text(wrapper.read_text().replace("python", "CUDA_VISIBLE_DEVICES=2,3 python"))
     group: Any = typer.main.get_command(app)
     result = unfold_command(["random", "bash", "train.sh"], group, cwd=tmp_path)
     assert (result.folder, result.gpus) == (tmp_path / "inner", "2,3")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Mapping
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
-from optuna_dsat.config.user_file import READ_KEYS
+from optuna_dsat.config.user_file import READ_KEYS, correction_of_type
 from optuna_dsat.doctor import config_check
 from optuna_dsat.doctor.config_check import check
 from optuna_dsat.doctor.finding import Finding, Status
@@ -22,20 +21,9 @@ def by_name(findings: list[Finding]) -> dict[str, Finding]:
     return {finding.name: finding for finding in findings}
 
 
-def test_the_keys_that_deepspeed_reads_are_known() -> None:
-    config = {"train_micro_batch_size_per_gpu": 1}
-    probed = run_probe(
-        "optuna_dsat.doctor.config_probe",
-        python=sys.executable,
-        environ=os.environ,
-        given={"config": config, "ranks": 1},
-    )
-    assert set(probed["asked"][""]) <= READ_KEYS
-
-
 @pytest.fixture(scope="module")
-def wrong() -> dict[str, Finding]:
-    """Return the findings on a config with an error of each kind."""
+def examined() -> tuple[dict[str, Finding], dict[str, Any]]:
+    """Return the findings on a config with an error of each kind, and what the probe of DeepSpeed returned."""
     config = {
         "train_micro_batch_size_per_gpu ": 4,
         "train_batch_size": 12,
@@ -61,7 +49,25 @@ def wrong() -> dict[str, Finding]:
         "wandb": {"enabled": "hf_QkZrTnWvXyBcDfGhJkLmNpQrStVwXyZa"},
         "prescale_gradients": True,
     }
-    return by_name(check(config, ranks=2))
+    probed: list[dict[str, Any]] = []
+
+    def probe(*args: Any, **options: Any) -> dict[str, Any]:
+        probed.append(run_probe(*args, **options))
+        return probed[0]
+
+    with patch.object(config_check, "run_probe", probe):
+        return by_name(check(config, ranks=2)), probed[0]
+
+
+@pytest.fixture
+def wrong(examined: tuple[dict[str, Finding], dict[str, Any]]) -> dict[str, Finding]:
+    return examined[0]
+
+
+def test_what_deepspeed_reads_and_names_is_known(examined: tuple[object, dict[str, Any]]) -> None:
+    _, probed = examined
+    assert set(probed["asked"][""]) <= READ_KEYS
+    assert correction_of_type("Adamw2", probed["choices"]["optimizer.type"]) == "Write AdamW"
 
 
 @pytest.mark.parametrize(
@@ -172,18 +178,13 @@ def test_a_value_that_deepspeed_refuses_is_named_with_the_rule(monkeypatch: pyte
     assert finding.text == "zero_optimization.stage is 7: it must be 0, 1, 2 or 3."
 
 
-def test_what_zero_refuses_of_an_optimizer_is_named_with_the_stage() -> None:
-    config = {"train_batch_size": 4, "optimizer": {"type": "SGD"}, "zero_optimization": {"stage": 1}}
-    (finding,) = check(config)
+def test_what_zero_refuses_of_an_optimizer_is_named_with_the_stage_and_a_misspelt_schedule_with_the_name() -> None:
+    config: dict[str, Any] = {"train_batch_size": 4, "optimizer": {"type": "SGD"}, "zero_optimization": {"stage": 1}}
+    result = by_name(check({**config, "scheduler": {"type": "WarmupRL", "params": {}}}))
+    assert result["scheduler.type"].remedy == "Write WarmupLR."
+    finding = result["optimizer.type, zero_optimization.stage"]
     assert finding.data["keys"] == ["optimizer.type", "zero_optimization.stage"]
     assert "zero_allow_untested_optimizer" in finding.text
-
-
-def test_a_misspelt_optimizer_gets_the_name_that_it_resembles() -> None:
-    config = {"train_batch_size": 4, "optimizer": {"type": "Adamw2"}, "scheduler": {"type": "WarmupRL", "params": {}}}
-    result = by_name(check(config))
-    assert result["optimizer.type"].remedy == "Write AdamW."
-    assert result["scheduler.type"].remedy == "Write WarmupLR."
 
 
 @pytest.mark.usefixtures("no_probe")

@@ -16,6 +16,8 @@ from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 from unittest import mock
 
+import pytest
+
 from optuna_dsat.script.command import interceptor
 from optuna_dsat.script.command.interception import InterceptedRank, intercept
 from optuna_dsat.script.command.launch_command import LaunchCommand, of_rank
@@ -105,3 +107,12 @@ def intercept_here(
         return intercept(words, cwd=cwd, python=python, launcher=launcher, on_notice=on_notice)
     finally:
         os.chdir(before)
+
+
+def stand_in_for_torch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have scripts import a ``torch.distributed`` that loads in no time, where they are intercepted as they begin."""
+    package = folder / "stand_in" / "torch" / "distributed"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    (package / "__init__.py").write_text("def init_process_group(*_): ...\n", encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(package.parents[1]), prepend=os.pathsep)

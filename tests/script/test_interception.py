@@ -15,6 +15,7 @@ from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.isolation import why_no_overlay
 from optuna_dsat.script.command.interception import _set_by_command, is_wrapper, ranks_of, starts_launcher
 from optuna_dsat.script.command.launch_command import LaunchCommand, read_command
+from tests.harness.interceptor import stand_in_for_torch
 
 TORCHRUN = "torchrun --nproc_per_node 2 train.py --lr 3"
 LAUNCH = LaunchCommand(script="train.py", args=("--lr", "3"), ranks=2, launcher="torchrun", is_wrapped=True)
@@ -50,11 +51,13 @@ def test_a_shell_script_comes_to_its_first_launch(folder: Path) -> None:
     script.write_text(
         "set -e\nread -p 'Start?' answer || true\npython -c 'print(1)' | tee log\n"
         f"export MODEL=tiny MASTER_PORT=29501 CUDA_VISIBLE_DEVICES=1\n{TORCHRUN} 2>&1 | tee log\ntouch afterwards\n"
+        f"# {TORCHRUN}\necho torchrun train.py\ndeepspeed $GPUS \\\n  train.py --lr 4\n"
     )
     notices: list[str] = []
     result = read(folder, "bash", "train.sh", notices=notices)
     assert result == replace(LAUNCH, gpus="1", environment={"MODEL": "tiny"})
-    assert notices == [
+    assert notices[-1].startswith("The shell script contains other launches, which are not tuned")
+    assert notices[:-1] == [
         "Running `bash train.sh` up to the launch of a training, which is read and not started. What it writes is "
         "discarded, except what the launch names.",
         f"It launches `{TORCHRUN}`.",
@@ -63,16 +66,6 @@ def test_a_shell_script_comes_to_its_first_launch(folder: Path) -> None:
     script.write_text(f"#!/bin/sh\n{script.read_text()}".replace("read -p", "echo"))
     script.chmod(0o755)
     assert read(folder, "train.sh") == result
-
-
-def test_the_launches_after_the_first_are_announced(folder: Path) -> None:
-    (folder / "train.sh").write_text(
-        f"# {TORCHRUN}\necho torchrun train.py\npython prepare.py || true\n{TORCHRUN}\n"
-        "deepspeed $GPUS \\\n  train.py --lr 4\npython -m torch.distributed.launch other.py\n"
-    )
-    notices: list[str] = []
-    read(folder, "bash", "train.sh", notices=notices)
-    assert notices[-1].startswith("The shell script contains other launches, which are not tuned")
 
 
 @pytest.mark.skipif(bool(why_no_overlay(Path("/tmp"))), reason="overlays cannot be mounted here")
@@ -98,25 +91,19 @@ def test_what_a_shell_script_clears_stays_and_what_its_launch_names_is_kept(fold
 @pytest.mark.parametrize(
     "line",
     [
-        "PYTHONPATH=. " + TORCHRUN,  # the interceptor is not on this path
-        "PATH=" + os.path.dirname(sys.executable) + ":/usr/bin:/bin " + TORCHRUN,  # noqa: PTH120 - nor on this one
-        "nohup " + TORCHRUN,
+        "cd inner\nPYTHONPATH=. nohup " + TORCHRUN,  # the interceptor is not on this path
+        "cd inner\nPATH=" + os.path.dirname(sys.executable) + ":/usr/bin:/bin "  # noqa: PTH120 - nor on this one
         "python -u -m torch.distributed.run --nproc_per_node 2 train.py --lr 3",
     ],
 )
-def test_a_launch_is_seen_whatever_the_paths(folder: Path, line: str) -> None:
+def test_a_launch_is_seen_whatever_the_paths_and_in_which_folder(folder: Path, line: str) -> None:
+    (folder / "inner").mkdir()
+    (folder / "Makefile").write_text("train:\n\tbash train.sh\n")
     (folder / "train.sh").write_text(line + "\n")
-    result = read(folder, "bash", "train.sh")
+    result = read(folder, "make", "train")
     assert result is not None
     assert (result.script, result.args, result.ranks) == ("train.py", ("--lr", "3"), 2)
-
-
-def test_programs_before_a_launcher_come_to_it(folder: Path) -> None:
-    (folder / "Makefile").write_text(f"train:\n\t{TORCHRUN}\n")
-    for words in (("make", "train"), ("env", "MODEL=tiny", *TORCHRUN.split())):
-        result = read(folder, *words)
-        assert result is not None
-        assert (result.script, result.args, result.ranks) == ("train.py", ("--lr", "3"), 2)
+    assert result.folder == str(folder / "inner")
 
 
 def test_variables_in_front_of_a_command_are_its_own(folder: Path) -> None:
@@ -158,11 +145,6 @@ def test_what_deepspeed_sets_as_a_program_imports_it_is_not_its_users(
     assert result.environment == {"MODEL": "1"}
 
 
-def test_the_launch_of_a_python_file_is_read_also_at_the_end_of_a_command(folder: Path) -> None:
-    (folder / "start.py").write_text(f"import os\nos.system('{TORCHRUN}')\n")
-    assert read(folder, "env", "python", "start.py") == LAUNCH
-
-
 @pytest.mark.parametrize(
     "source",
     [
@@ -177,7 +159,8 @@ def test_a_python_file_that_trains_is_the_script(folder: Path, source: str) -> N
     assert read(folder, "python", "own.py") == LaunchCommand(script="own.py", without_launcher=True)
 
 
-def test_a_script_that_trains_without_a_launcher_is_seen(folder: Path) -> None:
+def test_a_script_that_trains_without_a_launcher_is_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_for_torch(folder, monkeypatch)
     (folder / "train.py").write_text(
         "import torch.distributed\ntorch.distributed.init_process_group('gloo')\nprint('has begun')\n"
     )
@@ -206,14 +189,6 @@ def test_a_sitecustomize_that_runs_the_one_it_hides_is_run_once(
     shown = capfd.readouterr().err
     assert shown.count("run for -c;") == 1
     assert shown.startswith("run for -c;1\n")
-
-
-def test_a_command_may_launch_in_another_folder(folder: Path) -> None:
-    (folder / "inner").mkdir()
-    (folder / "train.sh").write_text(f"cd inner\n{TORCHRUN}\n")
-    result = read(folder, "bash", "train.sh")
-    assert result is not None
-    assert result.folder == str(folder / "inner")
 
 
 def test_what_launches_nothing_says_so(folder: Path) -> None:
@@ -268,7 +243,10 @@ def test_ranks_that_other_programs_start_are_counted_and_have_no_variables_of_on
     assert _set_by_command(rank, folder=folder) == {"MODEL": "tiny"}
 
 
-def test_ranks_that_another_program_starts_on_two_nodes_are_the_launch(folder: Path) -> None:
+def test_ranks_that_another_program_starts_on_two_nodes_are_the_launch(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in_for_torch(folder, monkeypatch)
     (folder / "ddp.py").write_text("import torch.distributed as dist\ndist.init_process_group()\n")
     ompi = "OMPI_COMM_WORLD_SIZE=8 OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=4"
     (folder / "run").write_text(f'#!/bin/sh\nexport MODEL=tiny {ompi}\nshift 2\nexec "$@"\n')
@@ -284,7 +262,10 @@ def test_ranks_that_another_program_starts_on_two_nodes_are_the_launch(folder: P
     )
 
 
-def test_ranks_of_a_program_whose_variables_are_unknown_are_counted_as_they_start(folder: Path) -> None:
+def test_ranks_of_a_program_whose_variables_are_unknown_are_counted_as_they_start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in_for_torch(folder, monkeypatch)
     (folder / "ddp.py").write_text("import torch.distributed as dist\ndist.init_process_group()\n")
     (folder / "run").write_text('#!/bin/sh\nfor i in 0 1; do ODD_RANK=$i MODEL=tiny "$@" & done; wait\n')
     (folder / "run").chmod(0o755)
@@ -292,7 +273,8 @@ def test_ranks_of_a_program_whose_variables_are_unknown_are_counted_as_they_star
     assert result == LaunchCommand(script="ddp.py", ranks=2, environment={"MODEL": "tiny"}, is_wrapped=True)
 
 
-def test_ranks_that_a_script_spawns_are_not_counted(folder: Path) -> None:
+def test_ranks_that_a_script_spawns_are_not_counted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_for_torch(folder, monkeypatch)
     (folder / "spawns.py").write_text(
         "import multiprocessing\n\n\ndef train():\n    from torch import distributed\n"
         "    distributed.init_process_group()\n\n\nif __name__ == '__main__':\n"
@@ -305,6 +287,7 @@ def test_ranks_that_a_script_spawns_are_not_counted(folder: Path) -> None:
 
 
 def test_a_step_around_the_search_is_no_launch_of_the_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_for_torch(folder, monkeypatch)
     for name, value in {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_STEP_ID": "1", "SLURM_JOB_ID": "5"}.items():
         monkeypatch.setenv(name, value)
     (folder / "ddp.py").write_text("import torch.distributed as dist\ndist.init_process_group()\n")

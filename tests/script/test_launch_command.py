@@ -9,7 +9,7 @@ import pytest
 
 from optuna_dsat.errors import UsageError
 from optuna_dsat.script.command.launch_command import LaunchCommand, read_command
-from tests.harness.interceptor import launched
+from tests.harness.interceptor import launched, stand_in_for_torch
 
 ACCELERATE_CONFIG = """
 compute_environment: LOCAL_MACHINE
@@ -52,7 +52,9 @@ def test_a_script_that_bears_a_launchers_name_is_a_script(folder: Path) -> None:
         assert read(folder, f"{name} --lr 1") is None
 
 
-def test_a_launcher_under_another_name_is_a_launcher(folder: Path) -> None:
+def test_a_launcher_under_another_name_is_a_launcher_and_no_folder_of_the_user_hides_its_packages(folder: Path) -> None:
+    (folder / "torch").mkdir()
+    (folder / "torch" / "__init__.py").write_text("raise ImportError('the wrong torch')\n")
     own = folder / "start-it"
     own.write_text(f"#!{sys.executable}\nimport sys\nfrom torch.distributed.run import main\nsys.exit(main())\n")
     assert read(folder, "./start-it --nproc_per_node 2 train.py") == LaunchCommand(
@@ -110,21 +112,12 @@ def tool(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder / "installed" / "tool.py"
 
 
-@pytest.mark.parametrize(
-    "launch",
-    [
-        "from accelerate.commands import launch\n"
-        "    launch.launch_command(launch.launch_command_parser().parse_args([*options, script, *rest]))",
-        "import subprocess\n    subprocess.run(['accelerate', 'launch', *options, script, *rest], check=True)",
-    ],
-)
-def test_a_console_script_that_launches_by_itself_comes_to_what_it_launches(
-    folder: Path, tool: Path, launch: str
-) -> None:
+def test_a_console_script_that_launches_by_itself_comes_to_what_it_launches(folder: Path, tool: Path) -> None:
     tool.write_text(
-        "import sys\n\n\ndef main():\n"
-        "    options, script, rest = ['--use_deepspeed', '--zero_stage', '2'], 'train.py', sys.argv[2:]\n"
-        f"    {launch}\n    raise RuntimeError('launched')\n"
+        "import sys\n\n\ndef main():\n    from accelerate.commands import launch\n"
+        "    words = ['--use_deepspeed', '--zero_stage', '2', 'train.py', *sys.argv[2:]]\n"
+        "    launch.launch_command(launch.launch_command_parser().parse_args(words))\n"
+        "    raise RuntimeError('launched')\n"
     )
     result = read(folder, "./tool-cli train --lr 3")
     assert result is not None
@@ -133,7 +126,10 @@ def test_a_console_script_that_launches_by_itself_comes_to_what_it_launches(
     assert "ACCELERATE_CONFIG_DS_FIELDS" not in result.environment, "a trial has a config file in place of the fields"
 
 
-def test_a_console_script_that_trains_by_itself_is_the_module_that_it_runs(folder: Path, tool: Path) -> None:
+def test_a_console_script_that_trains_by_itself_is_the_module_that_it_runs(
+    folder: Path, tool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in_for_torch(folder, monkeypatch)
     expected = LaunchCommand(script="tool", is_module=True, args=("train",))
     tool.write_text("import torch\n\n\ndef main():\n    open('begun', 'w')\n")
     assert read(folder, "./tool-cli train") == expected
@@ -149,28 +145,23 @@ def test_a_console_script_that_trains_by_itself_is_the_module_that_it_runs(folde
         read(folder, "./tool-cli --unknown")
 
 
-def test_a_folder_of_the_user_hides_no_package_of_a_launcher(folder: Path) -> None:
-    (folder / "torch").mkdir()
-    (folder / "torch" / "__init__.py").write_text("raise ImportError('the wrong torch')\n")
-    assert read(folder, "torchrun --nproc_per_node 2 train.py") == LaunchCommand(
-        script="train.py", ranks=2, launcher="torchrun"
-    )
-
-
 @pytest.mark.parametrize(
-    ("command", "args"),
+    ("command", "args", "ranks", "launcher"),
     [
-        ("deepspeed --no_local_rank train.py --lr 3", ("--lr", "3")),
-        ("deepspeed --no_python python train.py", ()),
-        ("accelerate launch --num_processes 1 train.py", ()),
-        (f"{sys.executable} -m torch.distributed.launch --nproc_per_node 2 train.py", ()),
+        ("deepspeed --include localhost:0,1 --no_local_rank train.py --lr 3", ("--lr", "3"), 2, "deepspeed"),
+        ("deepspeed --no_python python train.py", (), None, "deepspeed"),
+        ("accelerate launch --num_processes 1 train.py", (), 1, None),
+        (f"{sys.executable} -m torch.distributed.launch --nproc_per_node 2 train.py", (), 2, None),
     ],
 )
-def test_a_launcher_is_run_until_its_first_rank(folder: Path, command: str, args: tuple[str, ...]) -> None:
+def test_a_launcher_is_run_until_its_first_rank(
+    folder: Path, command: str, args: tuple[str, ...], ranks: int | None, launcher: str | None
+) -> None:
     (folder / "train.py").write_text("open('begun', 'w')\n")
     result = read(folder, command)
     assert result is not None
-    assert (result.script, result.args, result.without_launcher, result.environment) == ("train.py", args, False, {})
+    assert (result.script, result.args, result.ranks, result.launcher) == ("train.py", args, ranks, launcher)
+    assert (result.without_launcher, result.environment) == (False, {})
     assert {path.name for path in folder.iterdir()} == {"train.py", "ds.json"}
 
 
@@ -247,15 +238,11 @@ def test_torchruns_options_are_read(asked: str, ranks: int | None) -> None:
 @pytest.mark.parametrize(
     ("command", "ranks", "environment"),
     [
-        ("PET_NPROC_PER_NODE=2 torchrun train.py", 2, {"PET_NPROC_PER_NODE": "2"}),
         ("A=1 WORLD_SIZE=2 RANK=0 MASTER_ADDR=localhost MASTER_PORT=29500 python train.py", 2, {"A": "1"}),
         ("MASTER_PORT=29500 python train.py", None, {"MASTER_PORT": "29500"}),
-        ("deepspeed --include localhost:0,1 train.py", 2, {}),
     ],
 )
-def test_ranks_of_variables_and_of_listed_gpus(
-    folder: Path, command: str, ranks: int | None, environment: dict[str, str]
-) -> None:
+def test_ranks_of_variables(folder: Path, command: str, ranks: int | None, environment: dict[str, str]) -> None:
     result = read_command(command.split(), cwd=folder)
     assert result is not None
     assert (result.ranks, result.environment) == (ranks, environment)
@@ -316,6 +303,6 @@ def test_a_launcher_of_an_environment_that_is_not_activated_is_found(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(folder))
-    assert read(folder, "torchrun --nproc_per_node 2 train.py") == LaunchCommand(
-        script="train.py", ranks=2, launcher="torchrun"
+    assert read(folder, "PET_NPROC_PER_NODE=2 torchrun train.py") == LaunchCommand(
+        script="train.py", ranks=2, launcher="torchrun", environment={"PET_NPROC_PER_NODE": "2"}
     )
