@@ -36,17 +36,18 @@ _UNITS = {unit.lower(): size for unit, size in _UNITS.items()}
 
 
 def parse_bytes(text: str) -> int:
-    """Return a size such as ``2GiB``, ``900MiB``, ``1.5GB`` or ``123456`` in bytes.
+    """Return a size such as ``2GiB``, ``900MiB``, ``1.5GB`` or ``1234567890`` in bytes.
 
     ``GiB`` is 2**30 bytes, ``GB`` is 10**9; a bare ``G`` is ``GiB``, in any case.
 
     Raises:
-        UsageError: If the text is not a positive number with a known unit.
+        UsageError: If the text is not a number with a known unit, or means less than 1 MiB, as 2 without a unit does.
     """
     match = re.fullmatch(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([a-z]*)\s*", text.lower())
-    if match is None or match.group(2) not in _UNITS or float(match.group(1)) <= 0:
-        raise UsageError(f"{text!r} is not a size: write a positive number with a unit, such as 2GiB or 900MiB.")
-    return math.floor(float(match.group(1)) * _UNITS[match.group(2)])
+    size = 0 if match is None else math.floor(float(match.group(1)) * _UNITS.get(match.group(2), 0))
+    if size < _UNITS["mib"]:
+        raise UsageError(f"{text!r} is not a size of 1MiB or more: write a number and its unit, as in 2GiB or 900MiB.")
+    return size
 
 
 class _Frozen(BaseModel):

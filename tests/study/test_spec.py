@@ -30,14 +30,14 @@ def spec(**changes: Any) -> StudySpec:
         ("1.5GB", 1_500_000_000),
         ("4G", 2**32),
         ("900mib", 900 * 2**20),
-        ("77", 77),
+        ("1048577", 2**20 + 1),
     ],
 )
 def test_sizes_are_read_with_their_units(text: str, count: int) -> None:
     assert parse_bytes(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "-1GiB", "2 parsecs", "0"])
+@pytest.mark.parametrize("text", ["", "-1GiB", "2 parsecs", "0", "2"])
 def test_what_is_not_a_size_is_refused_by_name(text: str) -> None:
     with pytest.raises(UsageError, match="is not a size"):
         parse_bytes(text)
