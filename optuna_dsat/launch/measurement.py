@@ -22,6 +22,7 @@ from optuna_dsat.metrics import PER_ELEMENT, Interval, student_t_975
 from optuna_dsat.runtime.events import (
     BatchSourcesFound,
     CheckpointLoaded,
+    CheckpointsOff,
     ConfigDiffers,
     EngineReady,
     EnvironmentSet,
@@ -267,6 +268,8 @@ class LaunchRecord:
         """Whether a rank failed because the script builds its model within ``deepspeed.zero.Init`` below ZeRO 3."""
         self.checkpoint = ""
         """Folder of the checkpoint that the script has loaded."""
+        self.checkpoints = False
+        """Whether the script checkpoints activations itself, which the launch has switched off."""
         self.environment: dict[str, str] = {}
         """Variables that the runtime set for the script: name -> value."""
         self.boundaries: list[GlobalStep] = []
@@ -368,6 +371,8 @@ class LaunchRecord:
             self.batch_sources = event
         elif isinstance(event, CheckpointLoaded):
             self.checkpoint = event.folder
+        elif isinstance(event, CheckpointsOff):
+            self.checkpoints = True
         elif isinstance(event, EnvironmentSet):
             self.environment = dict(event.variables)
         elif isinstance(event, ProfileMeasured):

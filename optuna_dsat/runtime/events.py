@@ -107,6 +107,11 @@ class CheckpointLoaded(Event, kind="checkpoint_loaded"):
 
 
 @dataclass(frozen=True)
+class CheckpointsOff(Event, kind="checkpoints_off"):
+    """The script checkpoints activations itself, and the launch's settings have switched that off."""
+
+
+@dataclass(frozen=True)
 class ConfigDiffers(Event, kind="config_differs"):
     """The script's config differs from the user's file; reported before ``deepspeed.initialize`` allocates memory."""
 
@@ -153,8 +158,6 @@ class EngineReady(Event, kind="engine_ready"):
     """Argument of accelerate or Fabric that must agree with a config in bf16; empty without any."""
     counted_times: int = 1
     """Ranks that share each sample although the global batch counts it for each: those of AutoTP."""
-    checkpoints: bool = False
-    """Whether the script checkpoints activations by a flag of its model, which this launch was free to set."""
     host_threads: int = 0
     """torch's intra-op threads on the host, which an offloaded optimizer uses; 0 if unknown."""
 

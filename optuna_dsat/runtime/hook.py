@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from fractions import Fraction
-from functools import partial
+from functools import lru_cache, partial
 from operator import index
 from pathlib import Path
 from types import ModuleType
@@ -32,10 +32,10 @@ from optuna_dsat.runtime.adapt.side_effects import (
     tolerate_skipped_checkpoints,
 )
 from optuna_dsat.runtime.adapt.trainers import HuggingFaceHook, LightningHook
-from optuna_dsat.runtime.events import CheckpointLoaded, ConfigDiffers, EngineReady, Event, EventWriter
+from optuna_dsat.runtime.events import CheckpointLoaded, CheckpointsOff, ConfigDiffers, EngineReady, Event, EventWriter
 from optuna_dsat.runtime.failure import diagnose
 from optuna_dsat.runtime.imports import ImportWatch, patch
-from optuna_dsat.runtime.measure.blocks import gather_experts, own_switches
+from optuna_dsat.runtime.measure.blocks import gather_experts
 from optuna_dsat.runtime.measure.engine import (
     SHM_OPERATOR,
     Clock,
@@ -60,7 +60,7 @@ from optuna_dsat.runtime.measure.memory import (
 )
 from optuna_dsat.runtime.measure.meter import Meter, RankState
 from optuna_dsat.runtime.measure.profiler import Profiler
-from optuna_dsat.runtime.overlay import CHECKPOINT_EVERY, MICRO_BATCH, MODEL, read_config, without_impossible_zero
+from optuna_dsat.runtime.overlay import MICRO_BATCH, MODEL, read_config, without_impossible_zero
 from optuna_dsat.runtime.rank import LaunchPlan, Rank
 from optuna_dsat.runtime.trial_config import TrialConfig
 
@@ -289,11 +289,11 @@ class DeepSpeedHook:
         settings = self._plan.overlay.get(MODEL) or {}
         if not settings or not any(parameter.requires_grad for parameter in getattr(model, "parameters", list)()):
             return
-        if CHECKPOINT_EVERY in settings and own_switches(model):
-            self._state.script_facts["checkpoints"] = True
+        off = CheckpointsOff(rank=self._rank.rank, time=time.time())
+        write_once = lru_cache(maxsize=1)(partial(self._writer.write, off))
         with suppress(CheckpointingError) if self._changed_model else nullcontext():
             for name in MODEL_KNOBS.keys() & settings.keys():
-                MODEL_KNOBS[name](model, settings[name])
+                MODEL_KNOBS[name](model, settings[name], write_once)
         self._changed_model = True
 
     def _change_engine(self, engine: Any) -> None:

@@ -77,6 +77,14 @@ def checkpoint_every(config: Mapping[str, Any]) -> int:
     return int((config.get(MODEL) or {}).get(CHECKPOINT_EVERY) or 0)
 
 
+def with_script_s_checkpointing(overlay: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an overlay over the user's ``own`` config that leaves the script's checkpointing on where both have it."""
+    model = dict(overlay.get(MODEL) or {})
+    if checkpoint_every(own) and checkpoint_every(overlay) == checkpoint_every(own):
+        model.pop(CHECKPOINT_EVERY)
+    return {**overlay, **({MODEL: model} if MODEL in overlay else {})}
+
+
 def is_compiled(config: Mapping[str, Any]) -> bool:
     """Return whether a complete config has the engine compiled."""
     return bool((config.get(MODEL) or {}).get(COMPILE))

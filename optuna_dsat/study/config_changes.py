@@ -82,7 +82,8 @@ def model_change_in_words(config: Mapping[str, Any], own: Mapping[str, Any]) -> 
         changes.append(
             "The activation checkpointing of your script is off, which no DeepSpeed config can do. optuna-dsat train "
             "does it; for your own command, switch it off in the script (with the Hugging Face Trainer: "
-            "gradient_checkpointing=False in its arguments)."
+            "gradient_checkpointing=False in its arguments; instead of torch.utils.checkpoint.checkpoint(f, x), call "
+            "f(x))."
         )
     elif every != before:
         blocks = "every block" if every == 1 else f"one of {every} blocks"

@@ -11,7 +11,7 @@ from optuna_dsat.config import ds_config
 from optuna_dsat.cost.memory import swap_needs
 from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
 from optuna_dsat.runtime.events import EngineReady, Event, RankStarted
-from optuna_dsat.runtime.overlay import is_compiled
+from optuna_dsat.runtime.overlay import is_compiled, with_script_s_checkpointing
 from optuna_dsat.script.trial_class import CHECKPOINTS, RUNNER, complete_training
 from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.study.space import hardware_of
@@ -74,7 +74,7 @@ def launch_request(
         purpose=purpose,
         command=script_command(spec),
         ds_config=config,
-        overlay=overlay,
+        overlay=with_script_s_checkpointing(overlay, spec.ds_config),
         slots=spec.slots_per_trial,
         start_profile_step=first,
         end_profile_step=last,
@@ -115,7 +115,7 @@ def full_request(
         purpose="full",
         command=command,
         ds_config=ds_config.merge(config, {ds_config.TRAIN_BATCH: None}),  # implied, as in measured launches
-        overlay=dict(overlay),
+        overlay=with_script_s_checkpointing(overlay, spec.ds_config),
         slots=spec.slots_per_trial,
         env={**threads, **spec.script.environment},
     )

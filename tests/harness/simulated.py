@@ -34,6 +34,7 @@ from optuna_dsat.launch.protocol import (
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.agent.preload import Preload
 from optuna_dsat.runtime.events import (
+    CheckpointsOff,
     EngineReady,
     Event,
     ModelFacts,
@@ -387,6 +388,8 @@ class _RankTimeline:
         timed: list[tuple[float, Event]] = [(0.0, self._started(rank)) for rank in ranks]
         timed += [(startup_s * 0.9, self._ready(rank)) for rank in ranks]
         now_s = startup_s
+        if self._result.checkpoints:
+            timed.append((now_s, CheckpointsOff(rank=0, time=0.0)))
         if profile is not None and not self._failed:
             now_s += self._result.latency_s
             values = dataclasses.asdict(profile)
@@ -417,7 +420,6 @@ class _RankTimeline:
             data_parallel_size=slots,
             pipeline=False,
             device="cuda",
-            checkpoints=self._result.checkpoints,
         )
 
     def _step(self, rank: int, step: int, factor: float) -> StepMeasured:

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
 
 import optuna_dsat
 from optuna_dsat.runtime.adapt.checkpointing import MODEL_KNOBS, CheckpointingError
-from optuna_dsat.runtime.measure.blocks import BlockWatch, repeated_blocks
+from optuna_dsat.runtime.measure.blocks import (
+    DEEPSPEED_CHECKPOINT,
+    TORCH_CHECKPOINT,
+    BlockWatch,
+    reason_against,
+    repeated_blocks,
+)
 from optuna_dsat.runtime.overlay import CHECKPOINT_EVERY
 from tests.harness.ranks import WarmRanks
 from tests.runtime.checkpointed_engines import BLOCKS, HIDDEN, Block, Model, gpt2
@@ -208,15 +220,18 @@ def test_a_model_of_transformers_checkpoints_by_its_own_method() -> None:
         optuna_dsat.checkpoint_blocks(model)
 
 
-def test_the_script_s_own_checkpointing_is_every_block_s_and_can_be_switched_off() -> None:
+@pytest.mark.usefixtures("switchable")
+def test_a_flag_of_the_script_s_model_is_switched_off() -> None:
     model, change = gpt2().train(), MODEL_KNOBS[CHECKPOINT_EVERY]
     model.activation_checkpointing_enable()
     tokens = torch.arange(8).view(2, 4)
     forwards: list[Any] = []
     repeated_blocks(model)[0].attn.register_forward_hook(lambda *_: forwards.append(1))
     results = []
-    for every, passes in ((1, 2), (0, 1)):
-        change(model, every)
+    switched: list[int] = []
+    for every, passes in ((None, 2), (0, 1)):
+        if every is not None:
+            change(model, every, lambda: switched.append(1))
         torch.manual_seed(1)
         model.zero_grad()
         loss = model(tokens, labels=tokens).loss
@@ -225,10 +240,11 @@ def test_the_script_s_own_checkpointing_is_every_block_s_and_can_be_switched_off
         assert len(forwards) == passes
         forwards.clear()
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+    assert switched
     assert BlockWatch(model).reason == ""
     pipeline = PipelineModule(Block(), Block(), specs=[])
     pipeline.activation_checkpoint_interval = 1  # type: ignore[assignment]
-    change(pipeline, 0)
+    change(pipeline, 0, lambda: None)
     assert pipeline.activation_checkpoint_interval == 0
 
 
@@ -306,3 +322,59 @@ def test_a_pipeline_s_stage_may_hold_one_of_the_blocks_that_the_pipeline_repeats
     stage.activation_checkpoint_interval = 1  # type: ignore[assignment]
     with pytest.raises(CheckpointingError, match="by its activation_checkpoint_interval"):
         optuna_dsat.checkpoint_blocks(stage)
+
+
+@pytest.fixture
+def switchable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Switch the process's checkpointing on again afterwards."""
+    modules = [sys.modules[name] for name in (TORCH_CHECKPOINT, DEEPSPEED_CHECKPOINT)]
+    monkeypatch.setattr(modules[0], "_checkpoint_without_reentrant_generator", generator_of(modules[0]))
+    monkeypatch.setattr(modules[1], "is_configured", lambda: True)
+    yield
+    for module in modules:
+        del module.CheckpointFunction.apply
+
+
+def generator_of(module: Any) -> Any:
+    return module._checkpoint_without_reentrant_generator
+
+
+@pytest.mark.usefixtures("switchable")
+@pytest.mark.parametrize(
+    ("call", "wrap"),
+    [
+        (partial(checkpoint, use_reentrant=False), None),
+        (partial(checkpoint, use_reentrant=True), None),
+        (deepspeed.checkpointing.checkpoint, None),
+        (None, checkpoint_wrapper),
+    ],
+    ids=["not-reentrant", "reentrant", "deepspeed", "wrapped"],
+)
+def test_calls_of_the_script_are_switched_off(call: Any, wrap: Any) -> None:
+    model = Chain(*(wrap(Block()) if wrap else Block() for _ in range(2)))
+    passes, switched = [], []
+    next(module for module in model.modules() if isinstance(module, Block)).norm.register_forward_hook(
+        lambda *_: passes.append(1)
+    )
+
+    def gradients() -> tuple[int, list[Tensor]]:
+        torch.manual_seed(1)
+        model.zero_grad()
+        x = torch.ones(2, 3, HIDDEN, requires_grad=True)
+        for block in model.blocks:
+            x = call(block, x) if call else block(x)
+        x.sum().backward()  # type: ignore[no-untyped-call]
+        ran = len(passes)
+        passes.clear()
+        return ran, [parameter.grad.clone() for parameter in model.parameters()]  # type: ignore[union-attr]
+
+    assert reason_against(model)[:6] in ("the sc", "it is ")
+    own, expected = gradients()
+    found = []
+    for every in (0, 1):
+        MODEL_KNOBS[CHECKPOINT_EVERY](model, every, lambda: switched.append(1))
+        ran, result = gradients()
+        found.append(ran)
+        assert all(map(torch.equal, result, expected))
+    assert (own, found) == (2, [1, 2])
+    assert switched

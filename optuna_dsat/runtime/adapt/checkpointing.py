@@ -6,17 +6,22 @@ parameters and their names stay, unlike with torch's ``checkpoint_wrapper``, whi
 ``named_parameters()``. It must happen before the engine is built, since ZeRO 3 hooks the children of blocks and then
 gathers their weights for the second forward pass too.
 
-Models for which the second forward pass may differ are refused (``runtime/measure/blocks.py``). Checkpointing that a
-script has switched on by a flag of the model, as transformers, diffusers and timm do, is switched off by it.
+Models for which the second forward pass may differ are refused (``runtime/measure/blocks.py``). The script's own
+checkpointing is switched off: flags of the model, as transformers, diffusers and timm have, and calls of
+``torch.utils.checkpoint`` and ``deepspeed.checkpointing``.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from optuna_dsat.runtime.imports import patch
 from optuna_dsat.runtime.measure.blocks import (
+    DEEPSPEED_CHECKPOINT,
+    TORCH_CHECKPOINT,
     ForwardCheck,
     compiled_by_script,
     library_model,
@@ -66,15 +71,44 @@ def checkpoint_blocks(model: Any, every: int = 1) -> Any:
     return model
 
 
-def _checkpoint(model: Any, every: int) -> None:
-    """Checkpoint a model's blocks as asked; the script's own checkpointing, if on, counts as every block's."""
-    switches = own_switches(model)
-    if switches and every == 1:
-        return
-    for module, name in switches:
+def _checkpoint(model: Any, every: int, on_switched_off: Callable[[], None]) -> None:
+    """Checkpoint a model's blocks as asked, instead of as the script does, which is called back if it does."""
+    for module, name in own_switches(model):
         setattr(module, name, type(getattr(module, name))())
+        on_switched_off()
+    if library_model(model) is None or not every:  # a library's method calls torch.utils.checkpoint, too
+        _switch_calls_off(on_switched_off)
     if every:
         checkpoint_blocks(model, every)
+
+
+def _switch_calls_off(on_call: Callable[[], None]) -> None:
+    """Have functions that the script checkpoints run without; scripts may have imported ``checkpoint`` by its name."""
+    for name in (TORCH_CHECKPOINT, DEEPSPEED_CHECKPOINT):
+        module: Any = sys.modules.get(name)
+        if hasattr(module, "CheckpointFunction"):
+
+            @patch(module.CheckpointFunction, "apply")
+            def run(_: Any, function: Any, outputs: Any, *args: Any) -> Any:
+                on_call()
+                result = function(*args)
+                if isinstance(outputs, list):  # DeepSpeed's function returns them by this list
+                    outputs.extend(result if isinstance(result, (list, tuple)) else [result])
+                return result
+
+        if hasattr(module, _GENERATOR):
+
+            @patch(module, _GENERATOR)
+            def without_reentrant(original: Any, function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+                if isinstance(function, _Keywords):
+                    yield from original(function, *args, **kwargs)
+                else:
+                    on_call()
+                    yield
+
+
+_GENERATOR = "_checkpoint_without_reentrant_generator"
+"""Surrounds a checkpointed function in ``torch.utils.checkpoint`` since 2.1, unless ``use_reentrant`` is set."""
 
 
 def _compile(engine: Any, is_on: bool) -> None:
@@ -83,14 +117,19 @@ def _compile(engine: Any, is_on: bool) -> None:
         engine.compile()
 
 
-MODEL_KNOBS: Mapping[str, Callable[[Any, Any], None]] = {CHECKPOINT_EVERY: _checkpoint}
-"""Key of the section of settings that change the model -> function that applies its value before the engine is built.
+MODEL_KNOBS: Mapping[str, Callable[[Any, Any, Callable[[], None]], None]] = {CHECKPOINT_EVERY: _checkpoint}
+"""Key of the section of settings that change the model -> function that applies its value before the engine is built,
+and calls back if the script does the same.
 
 Raises:
     CheckpointingError: If activations cannot be checkpointed right.
 """
 ENGINE_KNOBS: Mapping[str, Callable[[Any, Any], None]] = {COMPILE: _compile}
 """Key of the same section -> function that applies its value to the engine."""
+
+
+class _Keywords(functools.partial):  # type: ignore[type-arg]
+    """A block's forward with its keywords, which are kept apart from the keywords of ``checkpoint``."""
 
 
 class _CheckpointedForward:
@@ -110,8 +149,7 @@ class _CheckpointedForward:
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         check = None if self._is_checked else ForwardCheck(self._block, args, kwargs)
-        # The partial keeps the block's keywords apart from the keywords of ``checkpoint``.
-        output = checkpoint(functools.partial(self._forward, **kwargs), *args, use_reentrant=False)
+        output = checkpoint(_Keywords(self._forward, **kwargs), *args, use_reentrant=False)
         if check is not None and (reason := check.reason_against(output)):
             raise CheckpointingError(f"Activations cannot be checkpointed: {reason}.")
         self._is_checked = True

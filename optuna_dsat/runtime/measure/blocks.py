@@ -20,6 +20,8 @@ _SWITCHES = ("gradient_checkpointing", "activation_checkpointing", "grad_checkpo
 """Attributes by which models switch their own checkpointing on."""
 _INTERVAL = "activation_checkpoint_interval"
 """The same of a pipeline module: layers per checkpoint, 0 for none."""
+TORCH_CHECKPOINT = "torch.utils.checkpoint"
+DEEPSPEED_CHECKPOINT = "deepspeed.runtime.activation_checkpointing.checkpointing"
 _LISTS = ("ModuleList", "Sequential")
 _TOO_FEW = "it has fewer than two repeated blocks"
 
@@ -63,10 +65,11 @@ def reason_against(model: Any) -> str:
     names = {cls.__name__ for module in modules for cls in type(module).__mro__}
     library = library_model(model)
     blocks = repeated_blocks(model)
-    deepspeed: Any = sys.modules.get("deepspeed.runtime.activation_checkpointing.checkpointing")
-    if deepspeed is not None and deepspeed.is_configured():
+    deepspeed: Any = sys.modules.get(DEEPSPEED_CHECKPOINT)
+    calls = "apply" not in vars(sys.modules[TORCH_CHECKPOINT].CheckpointFunction)  # else they are switched off
+    if calls and deepspeed is not None and deepspeed.is_configured():
         return "the script checkpoints by deepspeed.checkpointing, which follows the config's section"
-    if _is_on(library) or "CheckpointWrapper" in names or any(_is_checkpointed(block) for block in blocks):
+    if _is_on(library) or (calls and "CheckpointWrapper" in names) or any(_is_checkpointed(block) for block in blocks):
         return "it is checkpointed already"
     if getattr(model, _INTERVAL, 0):
         return "it is checkpointed already, by its activation_checkpoint_interval"

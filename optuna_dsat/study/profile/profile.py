@@ -176,7 +176,7 @@ def measure_profile(
             continue  # DeepSpeed refuses it
         request, record, report = launch(attempt)
         no_blocks = record.profile is not None and not record.profile.blocks
-        if record.engine is not None and record.engine.checkpoints and (report.outcome.infeasible or no_blocks):
+        if record.checkpoints and (report.outcome.infeasible or no_blocks):
             checkpoints = True
             attempts.appendleft(planned)
             continue
@@ -331,7 +331,7 @@ def _profiled(
         joins_ranks=engine.joins_ranks,
         precision=engine.precision,
         bf16_argument=engine.bf16_argument,
-        checkpoints=engine.checkpoints,
+        checkpoints=record.checkpoints,
         trainer=trainer,
         batch=batch,
         samples_per_rank=None if record.batch_sources is None else samples_per_rank(record.batch_sources),

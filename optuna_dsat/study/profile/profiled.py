@@ -68,7 +68,7 @@ class Profiled(Record):
     bf16_argument: str = ""
     """Argument in the code of a script without a trainer that must agree with a config in bf16; empty without any."""
     checkpoints: bool = False
-    """Whether the script checkpoints activations by a flag of its model, which was off in the profile launch."""
+    """Whether the script checkpoints activations itself, which was off in the profile launch."""
     trainer: ScriptTrainer | None = None
     """The script's trainer; None if it uses none that sets batch sizes."""
     batch: BatchRule | None = None
