@@ -179,9 +179,10 @@ def test_models_that_cannot_be_checkpointed_are_refused(model: nn.Module, reason
         optuna_dsat.checkpoint_blocks(model)
 
 
-def test_a_model_with_a_switch_that_is_on_is_refused() -> None:
+@pytest.mark.parametrize("value", [True, 1, "yes"])
+def test_a_model_with_a_switch_that_is_on_is_refused(value: object) -> None:
     model = Model()
-    model.gradient_checkpointing = True  # type: ignore[assignment]
+    model.gradient_checkpointing = value  # type: ignore[assignment]
     with pytest.raises(CheckpointingError, match="Model checkpoints its activations already"):
         optuna_dsat.checkpoint_blocks(model)
 

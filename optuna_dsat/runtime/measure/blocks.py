@@ -18,6 +18,8 @@ from optuna_dsat.runtime.overlay import LEAF_MODULE, ZERO
 
 _SWITCHES = ("gradient_checkpointing", "activation_checkpointing", "grad_checkpointing", "use_checkpoint")
 """Attributes by which models switch their own checkpointing on."""
+_ON = ("true", "1", "yes", "on")
+"""Values of these, as text: flags of scripts may be numbers or words."""
 _INTERVAL = "activation_checkpoint_interval"
 """The same of a pipeline module: layers per checkpoint, 0 for none."""
 TORCH_CHECKPOINT = "torch.utils.checkpoint"
@@ -71,11 +73,9 @@ def reason_against(model: Any) -> str:
         return "the script checkpoints by deepspeed.checkpointing, which follows the config's section"
     if _is_on(library) or (calls and "CheckpointWrapper" in names) or any(_is_checkpointed(block) for block in blocks):
         return "it is checkpointed already"
-    if getattr(model, _INTERVAL, 0):
-        return "it is checkpointed already, by its activation_checkpoint_interval"
-    for module in modules:
-        if library is None and any(getattr(module, name, None) is True for name in _SWITCHES):
-            return f"{type(module).__name__} checkpoints its activations already"
+    for module, name in own_switches(model):
+        if library is None or name == _INTERVAL:
+            return f"{type(module).__name__} checkpoints its activations already, by its {name}"
     if library is not None:
         supported = getattr(library, "supports_gradient_checkpointing", True)
         return "" if supported else f"{type(library).__name__} does not support it"
@@ -95,7 +95,8 @@ def reason_against(model: Any) -> str:
 def own_switches(model: Any) -> list[tuple[Any, str]]:
     """Return the modules whose attribute of this name switches a model's own checkpointing on."""
     pipelines = [(model, _INTERVAL)] if getattr(model, _INTERVAL, 0) else []
-    return pipelines + [(part, name) for part in model.modules() for name in _SWITCHES if vars(part).get(name) is True]
+    values = ((part, name, vars(part).get(name)) for part in model.modules() for name in _SWITCHES)
+    return pipelines + [(part, name) for part, name, value in values if str(value).lower() in _ON]
 
 
 def compiled_by_script(model: Any) -> bool:
