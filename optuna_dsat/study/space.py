@@ -209,10 +209,11 @@ def _max_samples_per_rank(spec: StudySpec, profiled: Profiled | None, ranks: int
 
 
 def user_samples_per_rank(spec: StudySpec, profiled: Profiled) -> int | None:
-    """Return the samples per rank and step of the user's config; None if every trial has the same global batch."""
+    """Return the samples per rank and step of the user's config; None if no further trials are to have that batch."""
     ranks = profiled.data_parallel_size
-    batch = own_train_batch_size(spec, ranks=ranks)
-    return None if spec.train_batch_size is not None or batch % ranks else batch // ranks
+    batch, most = own_train_batch_size(spec, ranks=ranks), _max_samples_per_rank(spec, profiled, ranks)
+    is_searched = spec.train_batch_size is None and batch % ranks == 0 and (most is None or batch <= most * ranks)
+    return batch // ranks if is_searched else None
 
 
 def space_of(spec: StudySpec, profiled: Profiled | None) -> SearchSpace:

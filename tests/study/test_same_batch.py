@@ -133,14 +133,22 @@ def test_a_search_of_few_trials_says_that_none_is_left_for_the_users_batch(bench
 
 
 @pytest.mark.parametrize(
-    "changes", [{"batch": "free"}, {"batch": "keep"}, {"fix": {"train_micro_batch_size_per_gpu": 2}}]
+    "changes",
+    [
+        {"batch": "free"},
+        {"batch": "keep"},
+        {"fix": {"train_micro_batch_size_per_gpu": 2}},
+        {"max_train_batch_size": BATCH // 2},
+    ],
 )
 def test_one_question_is_asked_where_one_is_wanted_or_every_configuration_has_the_users_batch(
     bench: StudyBench, changes: dict[str, Any]
 ) -> None:
     result = _search(bench, **{"method": "random", "max_trials": 6, "confirm": 0, **changes})
+    most = changes.get("max_train_batch_size")
     assert not _asked(bench)
-    assert result.same_batch is None
+    assert ("measured to compare with" in str(bench.messages)) is (most is not None)
+    assert result.same_batch is None or (most is not None and result.same_batch.is_user_config)
 
 
 @pytest.mark.parametrize("edited", [False, True])

@@ -330,13 +330,12 @@ def _data_in_words(spec: StudySpec, profiled: Profiled) -> str:
     ranks = profiled.data_parallel_size
     cap, samples = micro_batch_cap(spec, profiled), profiled.samples_per_rank
     own_batch = own_train_batch_size(spec, ranks=ranks)
-    bound = largest_global_batch(spec, profiled, own=own_batch)
-    if (
-        bound is not None
-        and spec.max_train_batch_size is None
-        and spec.train_batch_size is None
-        and bound < cap * ranks
-    ):
+    bound = largest_global_batch(spec, profiled, own=own_batch) if spec.train_batch_size is None else None
+    if bound is not None and bound < own_batch:
+        return f"Your config's global batch of {own_batch} is above --max-train-batch-size {bound}: your config is " + (
+            "measured to compare with, and is the result if nothing is faster. No other config has this batch."
+        )
+    if bound is not None and spec.max_train_batch_size is None and bound < cap * ranks:
         which = "that of your config" if bound == own_batch else "a tenth of them"
         have = f"The training data have {things_in_words(dataset_size(spec, profiled) or 0, 'sample')}"
         beyond = f"no global batch beyond {count_in_words(bound)}, {which}, is tried"
