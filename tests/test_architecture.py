@@ -157,19 +157,6 @@ def test_of_the_scripts_integrations_use_the_model_definition_alone() -> None:
             assert used <= {"script.trial_class"}, name
 
 
-def test_help_imports_neither_torch_nor_optuna_nor_plotly() -> None:
-    code = (
-        "import sys\n"
-        "from optuna_dsat.cli import main\n"
-        "try:\n    main(['random', '--help'])\nexcept SystemExit as e:\n    assert e.code == 0, e.code\n"
-        "heavy = {'torch', 'deepspeed', 'optuna', 'plotly', 'sqlalchemy'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert "--zero-stages" in done.stdout
-
-
 def test_the_agent_of_a_node_starts_without_optuna_and_torch() -> None:
     code = (
         "import sys\n"

@@ -1,30 +1,17 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
 from optuna_dsat.launch.machine.journal import LeftoverWatch
-from tests.harness.entry_points import Run, run_apart, run_here
+from tests.harness.entry_points import Run, run_here
 
 __all__ = ["run_here"]
 
 GOOD = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
-
-
-APART = frozenset({"script-missing", "storage-kind"})
-"""Cases that run in a process of their own, as users do; a command that refuses is otherwise called in this one."""
-
-
-@pytest.fixture
-def tune(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
-    if request.node.name.partition("[")[2].removesuffix("]") in APART:
-        return partial(run_apart, tmp_path)
-    run: Run = request.getfixturevalue("run_here")
-    return run
 
 
 @pytest.fixture
@@ -121,9 +108,11 @@ CASES = {
 
 
 @pytest.mark.parametrize(("args", "message"), CASES.values(), ids=CASES.keys())
-def test_bad_input_is_one_clear_line_and_leaves_nothing(folder: Path, tune: Run, args: list[str], message: str) -> None:
+def test_bad_input_is_one_clear_line_and_leaves_nothing(
+    folder: Path, run_here: Run, args: list[str], message: str
+) -> None:
     before = {path.name for path in folder.iterdir()}
-    done = tune(*args)
+    done = run_here(*args)
     assert done.returncode == 2, done.stderr
     assert message in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
@@ -134,16 +123,16 @@ def test_bad_input_is_one_clear_line_and_leaves_nothing(folder: Path, tune: Run,
 
 
 @pytest.mark.usefixtures("folder")
-def test_a_search_that_is_refused_looks_for_no_leftovers(tune: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_that_is_refused_looks_for_no_leftovers(run_here: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its notices named leftovers of other tests."""
     monkeypatch.setattr(LeftoverWatch, "begin", Mock(side_effect=AssertionError))
-    assert tune(*CASES["python-does-not-start"][0]).returncode == 2
+    assert run_here(*CASES["python-does-not-start"][0]).returncode == 2
 
 
 @pytest.mark.usefixtures("folder")
-def test_a_dry_run_prints_its_search_as_json(tune: Run) -> None:
+def test_a_dry_run_prints_its_search_as_json(run_here: Run) -> None:
     """``--dry-run --json`` printed the tables for people."""
-    done = tune("random", "train.py", "ds.json", "--dry-run", "--json", "--price", "2.5", "--zero-stages", "1", "2")
+    done = run_here("random", "train.py", "ds.json", "--dry-run", "--json", "--price", "2.5", "--zero-stages", "1", "2")
     (search,) = json.loads(done.stdout)["searches"]
     assert search["options"] == {
         "zero-stages": {"value": "1 2", "from": "command line"},
@@ -154,21 +143,21 @@ def test_a_dry_run_prints_its_search_as_json(tune: Run) -> None:
     assert search["profile_launch"]["attempts"]
 
 
-def test_a_script_whose_name_no_folder_may_have_gets_a_study_all_the_same(folder: Path, tune: Run) -> None:
+def test_a_script_whose_name_no_folder_may_have_gets_a_study_all_the_same(folder: Path, run_here: Run) -> None:
     (folder / "fine\ntune.py").write_text("print('never run')\n")
-    done = tune("random", "fine\ntune.py", "ds.json", "--dry-run")
+    done = run_here("random", "fine\ntune.py", "ds.json", "--dry-run")
     assert done.returncode == 0, done.stderr
-    refused = tune("random", "train.py", "ds.json", "--study", "fine\ntune", "--dry-run")
+    refused = run_here("random", "train.py", "ds.json", "--study", "fine\ntune", "--dry-run")
     assert refused.returncode == 2, "a name that was chosen is not changed"
 
 
 @pytest.mark.parametrize(
     "stages",
-    [["--zero-stages", "1", "2"], ["--zero-stages", "1,2"], ["--zero-stages", "1", "--zero-stages", "2"]],
+    [["--zero-stages", "1", "2"], ["--zero-stages", "1", "--zero-stages", "2"]],
 )
-def test_a_dry_run_shows_the_space_and_launches_nothing(folder: Path, tune: Run, stages: list[str]) -> None:
+def test_a_dry_run_shows_the_space_and_launches_nothing(folder: Path, run_here: Run, stages: list[str]) -> None:
     before = {path.name for path in folder.iterdir()}
-    done = tune("random", "train.py", "ds.json", "--dry-run", *stages)
+    done = run_here("random", "train.py", "ds.json", "--dry-run", *stages)
     assert done.returncode == 0, done.stderr
     assert "reduce_bucket_size" in done.stdout
     assert "stage3_prefetch_bucket_size" not in done.stdout
@@ -185,37 +174,37 @@ def test_a_dry_run_shows_the_space_and_launches_nothing(folder: Path, tune: Run,
     ],
 )
 def test_a_dry_run_claims_no_batch_size_that_only_the_script_knows(
-    folder: Path, tune: Run, config: dict[str, object] | None, said: str
+    folder: Path, run_here: Run, config: dict[str, object] | None, said: str
 ) -> None:
     (folder / "own.json").write_text(json.dumps(config or {}))
-    done = tune("random", "train.py", "own.json" if config else "-", "--dry-run", "--cpu-ranks", "2")
+    done = run_here("random", "train.py", "own.json" if config else "-", "--dry-run", "--cpu-ranks", "2")
     assert f"Your config: {said}" in " ".join(done.stdout.split())
 
 
-def test_a_module_is_found_without_being_imported(folder: Path) -> None:
-    done = run_apart(folder, "random", "-m", "package.train", "ds.json", "--dry-run")
+def test_a_module_is_found_without_being_imported(folder: Path, run_here: Run) -> None:
+    done = run_here("random", "-m", "package.train", "ds.json", "--dry-run")
     assert done.returncode == 0, done.stderr
     assert "Profile launch" in done.stdout
     assert not (folder / "package" / "__pycache__").exists()
 
 
 @pytest.mark.usefixtures("folder")
-def test_arguments_after_two_dashes_are_the_scripts(tune: Run) -> None:
-    done = tune("random", "train.py", "ds.json", "--dry-run", "--", "--zero-stages", "1", "2")
+def test_arguments_after_two_dashes_are_the_scripts(run_here: Run) -> None:
+    done = run_here("random", "train.py", "ds.json", "--dry-run", "--", "--zero-stages", "1", "2")
     assert done.returncode == 0, done.stderr
     assert "zero-stages" not in done.stdout
     assert done.stdout.endswith("Every option is left at its default.\n"), "instead of a table without rows"
 
 
-def test_the_autotuning_section_gives_options_and_what_is_not_honoured_is_named(folder: Path, tune: Run) -> None:
+def test_the_autotuning_section_gives_options_and_what_is_not_honoured_is_named(folder: Path, run_here: Run) -> None:
     section = {"enabled": True, "tuner_type": "random", "fast": True, "results_dir": "r", "metric": "latency"}
     (folder / "auto.json").write_text(json.dumps({**GOOD, "autotuning": section}))
-    done = tune("tune", "train.py", "auto.json", "--dry-run")
+    done = run_here("tune", "train.py", "auto.json", "--dry-run")
     assert done.returncode == 0, done.stderr
     assert "autotuning.results_dir is not used" in done.stderr
     kept = next(line for line in done.stdout.splitlines() if "reduce_bucket_size" in line)
     assert "kept" in kept
-    plain = tune("random", "train.py", "auto.json", "--dry-run", "--metric", "speed")
+    plain = run_here("random", "train.py", "auto.json", "--dry-run", "--metric", "speed")
     assert plain.returncode == 2
     assert "--metric is 'speed'" in plain.stderr
 
@@ -233,17 +222,17 @@ def test_the_autotuning_section_gives_options_and_what_is_not_honoured_is_named(
         (("--min-gain", "much"), "--min-gain is 'much'; write a share such as 1% or 0.01."),
     ],
 )
-def test_a_librarys_words_on_a_value_are_said_as_a_rule(tune: Run, options: tuple[str, str], said: str) -> None:
-    done = tune("guided", "train.py", "ds.json", *options)
+def test_a_librarys_words_on_a_value_are_said_as_a_rule(run_here: Run, options: tuple[str, str], said: str) -> None:
+    done = run_here("guided", "train.py", "ds.json", *options)
     assert done.returncode == 2
     assert done.stderr.startswith(f"optuna-dsat: {said}")
 
 
 @pytest.mark.usefixtures("folder")
-def test_every_share_may_be_written_as_one_reads_it(tune: Run) -> None:
+def test_every_share_may_be_written_as_one_reads_it(run_here: Run) -> None:
     """``--tie 1%`` was one, ``--min-gain 1%`` and ``--memory-margin 5%`` were refused."""
     shares = ("--tie", "2%", "--min-gain", "0.5%", "--memory-margin", "5%")
-    done = tune("guided", "train.py", "ds.json", "--dry-run", *shares)
+    done = run_here("guided", "train.py", "ds.json", "--dry-run", *shares)
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
     shown = {row[0]: row[2] for row in rows if row and row[0] in ("tie", "min-gain", "memory-margin")}

@@ -7,17 +7,15 @@ from typing import Any
 
 import pytest
 
-from tests.harness.entry_points import Run, run_apart, run_here
+from tests.harness.entry_points import Run, run_here
 
 __all__ = ["run_here"]
 
 SCRIPT = "raise SystemExit('never run')\n"
 
 
-def test_a_plan_without_a_launch(tmp_path: Path) -> None:
-    done = run_apart(
-        tmp_path, "plan", "--params", "7e9", "--hidden", "4096", "--layers", "32", "--gpu", "a100-80g", "--gpus", "8"
-    )
+def test_a_plan_without_a_launch(tmp_path: Path, run_here: Run) -> None:
+    done = run_here("plan", "--params", "7e9", "--hidden", "4096", "--layers", "32", "--gpu", "a100-80g", "--gpus", "8")
     assert done.returncode == 0, done.stderr
     for words in ("ZeRO 3 + parameter offload", "does not fit", "Begin with ZeRO ", "tokens/s", "MFU", "data sheets"):
         assert words in done.stdout

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -159,27 +158,13 @@ def test_what_reads_a_study_prints_it_to_stdout_alone(capsys: pytest.CaptureFixt
     assert re.fullmatch(r"Config of (trial \d+|your config).*\n", shown.err)
 
 
-def command(folder: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.argv[0] = 'optuna-dsat'; {MAIN}", *arguments],
-        cwd=folder,
-        env={**os.environ, **environ},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
-def test_the_version_goes_to_stdout(tmp_path: Path) -> None:
-    done = command(tmp_path, "--version")
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"optuna-dsat {__version__}\n", "")
-
-
-def test_no_color_is_honoured(tmp_path: Path) -> None:
+def test_no_color_is_honoured(run_here: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     colours = re.compile(r"\x1b\[[0-9;]*3[0-7]")
-    forced = {"FORCE_COLOR": "1", "COLUMNS": "120"}
-    assert colours.search(command(tmp_path, "random", "--help", **forced).stdout)
-    assert not colours.search(command(tmp_path, "random", "--help", **forced, NO_COLOR="1").stdout)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert colours.search(run_here("random", "--help").stdout)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not colours.search(run_here("random", "--help").stdout)
 
 
 def call_as_installed(patch: pytest.MonkeyPatch) -> None:
@@ -197,10 +182,13 @@ def test_completion_can_be_shown_for_each_shell(run_here: Run, monkeypatch: pyte
     assert "_OPTUNA_DSAT_COMPLETE" in done.stdout
 
 
-def test_completion_is_installed_where_the_shell_reads_it(tmp_path: Path) -> None:
-    done = command(
-        tmp_path, "--install-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1", HOME=str(tmp_path)
-    )
+def test_completion_is_installed_where_the_shell_reads_it(
+    run_here: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call_as_installed(monkeypatch)
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    done = run_here("--install-completion", "bash")
     assert done.returncode == 0, done.stderr
     assert "optuna-dsat" in (tmp_path / ".bashrc").read_text()
 
@@ -208,31 +196,22 @@ def test_completion_is_installed_where_the_shell_reads_it(tmp_path: Path) -> Non
 Complete = Callable[..., list[str]]
 
 
-def asked_after(words: str) -> dict[str, str]:
-    """Return the variables with which bash asks what may follow ``words``."""
-    count = str(len(words.split(" ")) - 1)
-    return {"_OPTUNA_DSAT_COMPLETE": "complete_bash", "COMP_WORDS": words.strip(), "COMP_CWORD": count}
-
-
 @pytest.fixture
 def complete(run_here: Run, monkeypatch: pytest.MonkeyPatch) -> Complete:
     """Return what tells what bash is offered after some words."""
 
     def offered(words: str, **environ: str) -> list[str]:
+        count = str(len(words.split(" ")) - 1)
+        asked = {"_OPTUNA_DSAT_COMPLETE": "complete_bash", "COMP_WORDS": words.strip(), "COMP_CWORD": count}
         with monkeypatch.context() as shell:
             call_as_installed(shell)
-            for name, value in {**asked_after(words), **environ}.items():
+            for name, value in {**asked, **environ}.items():
                 shell.setenv(name, value)
             done = run_here()
         assert done.returncode == 0, done.stderr
         return done.stdout.split()
 
     return offered
-
-
-def test_bash_asks_a_process_of_its_own(tmp_path: Path) -> None:
-    done = command(tmp_path, **asked_after("optuna-dsat ra"))
-    assert (done.returncode, done.stdout.split()) == (0, ["random"]), done.stderr
 
 
 def test_commands_and_options_complete(complete: Complete) -> None:
@@ -346,8 +325,8 @@ def test_a_search_whose_study_was_deleted_ends_with_one_line(
     assert "Continue with" not in error
 
 
-def test_the_command_is_a_module_too() -> None:
+def test_the_command_is_a_module_too_and_its_version_goes_to_stdout() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "optuna_dsat", "--version"], capture_output=True, text=True, check=True
     )
-    assert done.stdout == f"optuna-dsat {__version__}\n"
+    assert (done.stdout, done.stderr) == (f"optuna-dsat {__version__}\n", "")

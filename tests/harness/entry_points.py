@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,7 +42,7 @@ class EntryPointBench:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """Result of a command, run in this process or in a separate process."""
+    """Result of a command."""
 
     returncode: int
     stdout: str
@@ -52,13 +51,6 @@ class Ended:
 
 Run = Callable[..., Ended]
 """Runs ``optuna-dsat`` with arguments."""
-
-
-def run_apart(folder: Path, *arguments: str) -> Ended:
-    """Run ``optuna-dsat`` in a folder, in a separate process."""
-    command = [sys.executable, "-c", "from optuna_dsat.cli import main; main()", *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
-    return Ended(returncode=done.returncode, stdout=done.stdout, stderr=done.stderr)
 
 
 def leave(*arguments: str) -> int:
