@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from sqlalchemy.exc import OperationalError
@@ -36,29 +38,32 @@ SEARCH = (*CONFIRMED, "--confirm", "0")
 STUDY = "train-random"
 
 
+class Finished(NamedTuple):
+    """A folder with a finished study, which tests only read, and what the search showed."""
+
+    folder: Path
+    out: str
+    err: str
+
+
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a finished study, which tests only read."""
-    folder = tmp_path_factory.mktemp("finished")
-    with pytest.MonkeyPatch.context() as patch, searching_in(folder, patch):
-        assert leave(*SEARCH, "--quiet") == 0
-    return folder
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    folder, out, err = tmp_path_factory.mktemp("finished"), io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, searching_in(folder, patch), redirect_stdout(out), redirect_stderr(err):
+        assert leave(*CONFIRMED, "--json") == 0
+    return Finished(folder, out.getvalue(), err.getvalue())
 
 
 @pytest.fixture
-def in_finished(finished: Path, bench: EntryPointBench, monkeypatch: pytest.MonkeyPatch) -> EntryPointBench:
+def in_finished(finished: Finished, bench: EntryPointBench, monkeypatch: pytest.MonkeyPatch) -> EntryPointBench:
     """Run commands in the folder of the finished study; return the bench of a folder to write to."""
-    monkeypatch.chdir(finished)
+    monkeypatch.chdir(finished.folder)
     return bench
 
 
-def test_a_search_that_finds_something_exits_with_0_and_stdout_holds_the_result(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert leave(*CONFIRMED, "--json") == 0
-    shown = capsys.readouterr()
-    assert json.loads(shown.out)["study"] == STUDY
-    assert "Trial 0" in shown.err
+def test_a_search_that_finds_something_exits_with_0_and_stdout_holds_the_result(finished: Finished) -> None:
+    assert json.loads(finished.out)["study"] == STUDY
+    assert "Trial 0" in finished.err
 
 
 def test_a_usage_error_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -236,12 +241,12 @@ def test_study_names_complete_from_the_storage_and_nothing_is_made(bench: EntryP
     assert complete("optuna-dsat --options o.yaml resume o") == []
 
 
-def test_a_reader_that_has_had_enough_ends_it_without_a_traceback(finished: Path) -> None:
+def test_a_reader_that_has_had_enough_ends_it_without_a_traceback(finished: Finished) -> None:
     done = subprocess.run(
         f"{shlex.quote(sys.executable)} -c '{MAIN}' export {STUDY} | true; echo ${{PIPESTATUS[0]}}",
         shell=True,
         executable="/bin/bash",
-        cwd=finished,
+        cwd=finished.folder,
         capture_output=True,
         text=True,
         timeout=120,
