@@ -168,6 +168,7 @@ def result_lines(study: StoredStudy) -> Iterator[str]:
     """Yield the lines on the result, on the confirmation measurements, and on the best trial of the search."""
     from optuna_dsat.study.confirm.speeds import speed_of
     from optuna_dsat.study.confirm.words import how_known, value_in_words, verdict_in_words
+    from optuna_dsat.study.end_reason import describe_structure_failures
     from optuna_dsat.trials import attributes
     from optuna_dsat.words import steps_in_words, things_in_words
 
@@ -181,6 +182,7 @@ def result_lines(study: StoredStudy) -> Iterator[str]:
     value, best = value_in_words(verdict, **named), verdict.result
     yield f"Best: trial {best.number}, {best.words}: {value}, {how_known(verdict)}."
     yield from verdict_in_words(verdict, **named)
+    yield from filter(None, (describe_structure_failures(study.trials), study.rounds.failures_in_words()))
     yield "The search's best, by few steps each:" if verdict.is_by_rounds else "The search's best:"
     for trial in study.measured[:_MOST_SHOWN]:
         measured = verdict.measured[trial.number]

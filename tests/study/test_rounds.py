@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from optuna_dsat.cli.studies import result_lines
 from optuna_dsat.errors import ConfigError, UsageError
 from optuna_dsat.launch.measurement import GlobalStep
 from optuna_dsat.launch.protocol import LaunchRequest
@@ -312,3 +313,4 @@ def test_finalists_that_fail_in_the_rounds_are_named_with_their_errors(bench: St
     assert result.verdict.is_baseline
     assert result.failures.startswith("Could not be measured again, with more steps: trial ")
     assert "(ValueError: step 9)" in result.failures
+    assert result.failures in result_lines(read_stored(bench.store, "s"))
