@@ -30,6 +30,7 @@ from optuna_dsat.runtime.measure.memory import (
     read_process_memory,
     support_uuid_visible_devices,
     unlink_shared_buffers,
+    usable_cores,
 )
 from tests.harness.ranks import Starter
 
@@ -357,6 +358,27 @@ def test_the_root_groups_of_both_versions_count_and_their_use_may_be_unknown(tmp
     (tmp_path / "memory.max").write_text(f"{9 * MIB}\n")
     group(tmp_path / "memory", limit=str(7 * MIB), usage=MIB, cache=0, v2=False)
     assert limits(tmp_path, "") == (7 * MIB, 6 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"cpu.max": "max 100000"}, 9),
+        ({"a/cpu.max": "250000 100000"}, 2),
+        ({"a/b/cpu.max": "50000 100000"}, 1),
+        ({"cpu/a/cpu.cfs_quota_us": "300000", "cpu/a/cpu.cfs_period_us": "100000"}, 3),
+        ({"cpu/a/cpu.cfs_quota_us": "-1", "cpu/a/cpu.cfs_period_us": "100000"}, 9),
+    ],
+)
+def test_cores_beyond_a_quota_do_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], cores: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(9)))
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    (tmp_path / "cgroup").write_text("5:cpu,cpuacct:/a\n0::/a/b\n")
+    assert usable_cores(membership=tmp_path / "cgroup", root=tmp_path) == cores
 
 
 def test_a_checkpoint_that_was_not_written_is_converted_as_an_empty_one() -> None:

@@ -23,6 +23,7 @@ from optuna_dsat.cli.parsing.rewriting import at_home
 from optuna_dsat.cli.tables import notify
 from optuna_dsat.errors import UsageError
 from optuna_dsat.escape.shell import enter
+from optuna_dsat.runtime.measure.memory import usable_cores
 from optuna_dsat.script.command.launch_command import LaunchCommand
 from optuna_dsat.script.experiment import Experiment, read_experiment
 from optuna_dsat.study.options.declaration import DEFAULT_OUTPUT_DIR, DEFAULT_STORAGE, OUTPUT_DIR_ENV, STORAGE_ENV
@@ -286,7 +287,7 @@ def _selected(command: LaunchCommand, devices: Devices) -> str | None:
 
 def _cpu_ranks(ranks: int | None) -> list[str]:
     """Return the option for the ranks of a CPU launch: the launcher's number, if there are enough cores."""
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     words = "The command is for GPUs, and this machine offers none: it is tuned on the CPU"
     if ranks is None or ranks > cores:
         beside = "" if ranks is None else f", with fewer ranks than {ranks}, as it has {cores} cores"

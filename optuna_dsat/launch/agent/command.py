@@ -19,6 +19,7 @@ from optuna_dsat.runtime.agent.processes import MARK_ENV
 from optuna_dsat.runtime.agent.torchrun import LOOPBACK, LOOPBACK_ENVIRONMENT
 from optuna_dsat.runtime.imports import ALLOCATOR
 from optuna_dsat.runtime.isolation.world import WorldPlan
+from optuna_dsat.runtime.measure.memory import usable_cores
 from optuna_dsat.runtime.overlay import without_model
 from optuna_dsat.runtime.rank import LAUNCH_ENV, MANUAL_INIT_ENV, LaunchPlan
 from optuna_dsat.script.arg_mapping import map_arguments
@@ -148,7 +149,7 @@ def launch_environment(
     else:
         environ["LOCAL_SIZE"] = str(len(devices))
     # Set for started and forked ranks alike: torchrun's default is one thread, a fork inherits its parent's number.
-    cores = len(os.sched_getaffinity(0)) if cores is None else cores
+    cores = usable_cores() if cores is None else cores
     environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // max(1, total_slots))))
     environ.update(rank_variables(directory))
     environ[MARK_ENV] = mark

@@ -1,4 +1,4 @@
-"""Memory peaks and limits of a rank.
+"""Memory peaks and limits of a rank, and the limits of its control groups.
 
 On CUDA, both come from the caching allocator. On a CPU the limit is ``RLIMIT_DATA``, which counts private writable
 memory, touched or not (``VmData`` of ``/proc/self/status``); the peak is in the same unit, as growth since the
@@ -223,20 +223,37 @@ def host_memory_bytes(*, membership: Path = _MEMBERSHIP, root: Path = _CGROUPS) 
     return min([physical, *(limit for limit, _ in memory_limits(membership=membership, root=root))])
 
 
+def usable_cores(*, membership: Path = _MEMBERSHIP, root: Path = _CGROUPS) -> int:
+    """Return the cores that this process may run on, or fewer by the lowest CPU quota of its control groups."""
+    cores = float(len(os.sched_getaffinity(0)))
+    for name, folder in _groups("cpu", membership, root):
+        with contextlib.suppress(OSError, ValueError):  # no such group here, or its quota is "max"
+            files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if name else ("cpu.max",)
+            quota, period = map(int, " ".join((folder / file).read_text(encoding="ascii") for file in files).split())
+            cores = min(cores, quota / period) if quota > 0 else cores
+    return max(1, int(cores))
+
+
 def memory_limits(*, membership: Path = _MEMBERSHIP, root: Path = _CGROUPS) -> Iterator[tuple[int, int]]:
     """Yield each memory limit of this process's control groups and their parents, and the bytes left below it."""
+    for name, folder in _groups("memory", membership, root):
+        yield from _limit_of(folder, *_CGROUP_FILES[name])
+
+
+def _groups(controller: str, membership: Path, root: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the folders of this process's control groups and their parents, each after its controller of version 1."""
     try:
         lines = membership.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
-    groups = {"": "", "memory": ""}  # a container sees its own group as the root
+    groups = {"": "", controller: ""}  # a container sees its own group as the root
     for line in lines:
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
         groups |= dict.fromkeys(groups.keys() & {*controllers.split(",")}, path)
     for name, path in groups.items():
         parts = [part for part in path.split("/") if part not in ("", "..")]
         for count in range(len(parts) + 1):
-            yield from _limit_of((root / name).joinpath(*parts[:count]), *_CGROUP_FILES[name])
+            yield name, (root / name).joinpath(*parts[:count])
 
 
 def _limit_of(folder: Path, limit_name: str, used_name: str, cache_name: str) -> Iterator[tuple[int, int]]:
