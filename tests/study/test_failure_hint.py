@@ -37,6 +37,11 @@ OFFLOAD = {"optimizer": {"type": "AdamW"}, "zero_optimization": {"offload_optimi
             {},
             ". Set fp16.enabled to false, or tune on devices that support it",
         ),
+        (
+            "Exception in step: Current loss scale already at minimum - cannot decrease scale anymore. Exiting run",
+            {},
+            ". Losses or gradients are never finite: look at data, learning rate, initial values, or use bf16",
+        ),
         ("RuntimeError: the mean is 0", AUTO, ""),
         (
             "RuntimeError in initialize: self.dim() cannot be 0 to view Float as Byte (different element sizes)",

@@ -432,6 +432,8 @@ def _of_values(message: str, config: Mapping[str, Any]) -> str:
     if _NO_CPU_OPERATOR in message:
         keys = [key for key in _GPU_ONLY if config.get(key) and str(config[key]).lower() not in _CPU_OPTIMIZERS]
         return f". Tune on GPUs, or remove from the config what needs them: {', '.join(keys)}" if keys else ""
+    if "loss scale already at minimum" in message:
+        return ". Losses or gradients are never finite: look at data, learning rate, initial values, or use bf16"
     if match := _NO_PRECISION.search(message):
         return f". Set {match[1]}.enabled to false, or tune on devices that support it"
     if "build" in message and _NO_BUILD.search(message):
