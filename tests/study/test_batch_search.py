@@ -22,7 +22,7 @@ from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.study.search import recorder
 from optuna_dsat.study.space import dataset_size, epoch_samples, largest_global_batch
 from optuna_dsat.study.spec import StudySpec
-from tests.harness.studies import spec_of
+from tests.harness.studies import StudyBench, spec_of
 
 MAPPED = {"script": "/x/train.py", "cwd": "/x", "config_path": "/x/ds.json", "arg_mappings": {MICRO_BATCH: "--bs"}}
 
