@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -30,13 +30,15 @@ from optuna_dsat.launch.agent.files import (
 )
 from optuna_dsat.launch.event_log import GrowingFile
 from optuna_dsat.launch.places.slurm import cause_in, job_in, place_arguments
-from optuna_dsat.launch.protocol import LaunchRequest
+from optuna_dsat.launch.protocol import Conditions, EndFacts, LaunchRequest
 from optuna_dsat.launch.run_directory import OutputError, RunDirectory
 from optuna_dsat.launch.warm.forking import IMPORTING, Forking
+from optuna_dsat.runtime.events import Event
 from optuna_dsat.version import __version__
 from tests.harness import present
 from tests.harness.commands import ROOT
-from tests.harness.launches import DS_CONFIG, STUB, request
+from tests.harness.events import step_of
+from tests.harness.launches import STUB, request
 from tests.harness.workers import ended, wait_until
 
 
@@ -120,24 +122,38 @@ def test_a_launch_that_cannot_start_is_told_and_takes_no_slot(agent: NodeAgent, 
     assert present(agent._machine).pool.free == 1
 
 
-@pytest.mark.torchrun
+class Measuring:
+    """Processes of a launch whose ranks measure, until they are ended."""
+
+    def __init__(self) -> None:
+        self.conditions, self.dead_ranks = Conditions(cores=2), set[int]()
+        self.code: int | None = None
+        self.end: EndFacts | None = None
+        self.is_ending = False
+
+    def advance(self, _now: float, _read: Any) -> list[Event]:
+        return [] if self.is_ending else [step_of(step=1)]
+
+    def kill_all(self) -> None:
+        self.is_ending, self.end = True, EndFacts(oom_kills=0)
+
+    def sweep(self) -> bool:
+        return True
+
+    def release(self, _now: float) -> str:
+        return ""
+
+
 def test_a_trial_whose_files_cannot_be_written_ends_the_launch_that_it_was_to_continue(
     agent: NodeAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    agent._node = 0
     look(agent, slots=1)
-    (tmp_path / "user_config.json").write_text(json.dumps(DS_CONFIG))
-    first = request(tmp_path, launch_id="first", script="continued.py", slots=1, continues=True)
-    order = {"do": "launch", "request": first.to_json(), "warm": False, "rendezvous": None}
-    agent.take({**order, "environ": dict(os.environ), "trackers": {"folder": str(tmp_path), "token": ""}})
-    news: list[dict[str, Any]] = []
-
-    def says(kind: str, text: str = "") -> bool:
-        news.extend(agent.advance())
-        return any(item["news"] == kind and text in str(item) for item in news)
-
-    wait_until(lambda: says("events", "profile_done"), what="it has measured", limit_s=90.0)
-    assert any(item["news"] == "conditions" for item in news), "before its processes are gone"
+    first = request(tmp_path, launch_id="first", script=STUB, slots=1, continues=True)
+    order = {"do": "launch", "request": first.to_json(), "warm": False, "rendezvous": None, "environ": {}}
+    agent.take({**order, "trackers": {"folder": str(tmp_path), "token": ""}})
+    agent._launches["first"].processes = cast(Any, Measuring())
+    [conditions] = [item for item in agent.advance() if item["news"] == "conditions"]
+    assert conditions["conditions"]["cores"] == 2, "before its processes are gone"
 
     def fail(*_: Any, **__: Any) -> RunDirectory:
         raise OutputError("No space left on device")
@@ -146,14 +162,9 @@ def test_a_trial_whose_files_cannot_be_written_ends_the_launch_that_it_was_to_co
     changes = {"train_micro_batch_size_per_gpu": 8}
     second = replace(first, launch_id="second").to_json()
     agent.take({"do": "continue", "launch_id": "first", "request": second, "changes": changes})
-    news.clear()
-    wait_until(lambda: says("free"), what="its processes are gone")
-    assert {item["launch_id"] for item in news} == {"second"}
-    assert [item["news"] for item in news if item["news"] not in ("events", "log", "conditions")] == [
-        "failed",
-        "gone",
-        "free",
-    ]
+    news = [item for _ in range(3) for item in agent.advance()]
+    told = [(item["news"], item["launch_id"]) for item in news]
+    assert told == [(kind, "second") for kind in ("failed", "gone", "free")]
 
 
 def test_what_takes_long_on_a_node_is_told_until_it_is_over(
@@ -302,7 +313,14 @@ def test_a_head_that_reads_nothing_keeps_no_agent(tmp_path: Path) -> None:
         talk.end()
 
 
-def test_a_log_that_grows_faster_than_it_is_passed_on_keeps_its_beginning_and_its_end(tmp_path: Path) -> None:
+def test_a_log_that_grows_faster_than_it_is_passed_on_keeps_its_beginning_and_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"_MOST_AT_ONCE": 2**14, "_MOST_BEHIND": 2**19, "START_BYTES": 2**16}  # a 16th of what they are
+    for name, size in sizes.items():
+        monkeypatch.setattr(f"optuna_dsat.launch.agent.files.{name}", size)
+    for name, size in {"START_BYTES": 2**16, "END_BYTES": 31 * 2**16, "_INTERVAL_S": 0}.items():
+        monkeypatch.setattr(f"optuna_dsat.launch.event_log.{name}", size)
     directory = RunDirectory(tmp_path)
     directory.log_dir.mkdir()
     log = directory.stdout(0)
@@ -311,8 +329,8 @@ def test_a_log_that_grows_faster_than_it_is_passed_on_keeps_its_beginning_and_it
     for _ in range(12):
         with log.open("ab") as file:
             for _ in range(16):
-                file.write(b"".join(b"line %09d\n" % (written // 15 + number) for number in range(2**16)))
-                written += 15 * 2**16
+                file.write(b"".join(b"line %09d\n" % (written // 15 + number) for number in range(2**12)))
+                written += 15 * 2**12
         received += "".join(text for name, text in files.log_texts() if name == log.name)
     received += "".join(text for name, text in files.log_texts(last=True) if name == log.name)
     assert received.startswith("line 000000000\n")

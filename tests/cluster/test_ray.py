@@ -193,17 +193,6 @@ def test_what_can_never_be_granted_is_refused_with_the_numbers(places: dict[str,
 
 
 @with_ray
-def test_a_search_that_can_never_get_its_nodes_ends_with_2_and_one_line(cluster: RayCluster, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT.read_text())
-    (tmp_path / "ds.json").write_text(json.dumps(DS_CONFIG))
-    where = ("--on", "ray", "--ray-address", cluster.address, "--nodes-per-trial", "3", "--gpus-per-node", "2")
-    _, errors = Command(tmp_path, "random", "train.py", "ds.json", *where, environ=LOOPBACK).finish(code=2)
-    (line,) = errors.strip().splitlines()
-    assert "3 nodes with 2 GPUs each" in line
-    assert not list(tmp_path.glob("*.db"))
-
-
-@with_ray
 def test_a_place_without_room_waits_for_the_first_to_be_given_back(places: dict[str, Any]) -> None:
     result = places["queued"]
     assert (result["state"], result["why"]) == ("queued", "no resources: what it takes is held by others")

@@ -116,18 +116,19 @@ def launch(example: Path, warm_launcher: TorchrunLauncher) -> Launch:
     ) -> Launched:
         config = user_file.load(example / CONFIG).raw
         before, events = contents(example), list[Event]()
+        command = ScriptCommand(
+            script=str(example / script),
+            args=args,
+            cwd=str(example),
+            config_path=str(example / CONFIG),
+            arg_mappings=arg_mappings or {},
+        )
         asked = LaunchRequest(
-            command=ScriptCommand(
-                script=str(example / script),
-                args=args,
-                cwd=str(example),
-                config_path=str(example / CONFIG),
-                arg_mappings=arg_mappings or {},
-            ),
             ds_config=ds_config.merge(config, overlay),
             overlay=overlay,
             slots=RANKS,
             **{
+                "command": command,
                 "launch_id": "trial-0000",
                 "purpose": "trial",
                 "start_profile_step": 2,

@@ -9,15 +9,15 @@ import pytest
 
 from optuna_dsat.config import user_file
 from optuna_dsat.config.space_builder import SpaceRequest, build_space
+from optuna_dsat.launch.protocol import ScriptCommand
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import EngineReady
-from tests.harness.commands import Command
-from tests.harness.entry_points import Run, run_here
+from tests.harness.entry_points import EntryPointBench, Run, bench, run_here
 from tests.harness.ranks import Starter, WarmRanks
 
 from .conftest import CONFIG, ROOT, Launch, copy_example
 
-__all__ = ["run_here"]
+__all__ = ["bench", "run_here"]
 pytestmark = pytest.mark.torchrun
 EXAMPLE = "plain"
 
@@ -101,26 +101,38 @@ OPTIONS = (
 )
 
 
-def test_a_module_is_tuned_and_resumed_as_a_script_is(
-    tmp_path: Path, run_here: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = copy_example("module", tmp_path)
-    flags = ("--", "--deepspeed_config", CONFIG)
-    tuned = Command(folder, "random", "-m", "trainer.train", CONFIG, *OPTIONS, "--quiet", "--json", *flags)
-    result = json.loads(tuned.finish()[0])
-    assert result["study"] == "train-random"
-    assert result["launches"] == {"measured": 1}
-    best = folder / "optuna-dsat-output" / "train-random" / "best_ds_config.json"
+def test_a_module_is_tuned_and_resumed_as_a_script_is(bench: EntryPointBench, run_here: Run) -> None:
+    copy_example("module", bench.folder).joinpath("trainer").rename(bench.folder / "trainer")
+    tuned = run_here(
+        "random", "-m", "trainer.train", "ds.json", *OPTIONS, "--json", "--", "--deepspeed_config", "ds.json"
+    )
+    assert tuned.returncode == 0, tuned.stderr
+    result = json.loads(tuned.stdout)
+    assert (result["study"], result["launches"]) == ("train-random", {"measured": 1})
+    best = bench.folder / "optuna-dsat-output" / "train-random" / "best_ds_config.json"
     assert result["command"].endswith(f"--nproc_per_node 2 -m trainer.train --deepspeed_config {best}")
-    command = best.parent / "trial-0000" / "command.json"
-    assert json.loads(command.read_text())["command"][-4:-2] == ["--module", "trainer.train"]
-    monkeypatch.chdir(folder)
     again = run_here("resume", "train-random", *STORAGE, "--quiet", "--json")
     assert json.loads(again.stdout)["value"] == result["value"]
-    (folder / "trainer" / "train.py").unlink()
+    (bench.folder / "trainer" / "train.py").unlink()
     refused = run_here("resume", "train-random", *STORAGE)
     assert refused.returncode == 2
     assert refused.stderr.startswith("optuna-dsat: The module trainer.train is not found from ")
+
+
+def test_a_module_is_launched_as_a_script_is(launch: Launch, tmp_path: Path) -> None:
+    folder = copy_example("module", tmp_path)
+    command = ScriptCommand(
+        script="trainer.train",
+        is_module=True,
+        args=("--deepspeed_config", CONFIG),
+        cwd=str(folder),
+        config_path=str(folder / CONFIG),
+    )
+    launched = launch("by_flag.py", overlay={"train_micro_batch_size_per_gpu": 3}, command=command)
+    assert launched.report.outcome is Outcome.MEASURED, launched.report
+    assert {step.observed_micro_batch for step in launched.steps} == {3}
+    shown = json.loads((launched.directory.root / "command.json").read_text())["command"]
+    assert shown[-4:-2] == ["--module", "trainer.train"]
 
 
 def test_a_mapped_option_is_the_remedy(launch: Launch) -> None:

@@ -17,6 +17,7 @@ import pytest
 from optuna_dsat.launch.machine.processes import new_mark
 from optuna_dsat.launch.run_directory import PreparedLaunch, RunDirectory
 from optuna_dsat.launch.warm.forking import Forking
+from optuna_dsat.runtime.agent.preload import BASE_MODULES, Preload
 from optuna_dsat.runtime.agent.processes import MARK_ENV
 from optuna_dsat.runtime.events import Event, decode_event
 from optuna_dsat.runtime.overlay import merge
@@ -77,8 +78,9 @@ class WarmRanks:
     Saves about ten seconds of CPU time per launch; for tests of ranks' behaviour, not of their start.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *libraries: str) -> None:
         self._warm = Forking(folder / "warm.log", enabled=True, on_notice=print)
+        self._warm.prepare(Preload(modules=(*BASE_MODULES, *libraries)))
         self._count = 0
 
     def begin(self, environment: Mapping[str, str]) -> None:
@@ -132,8 +134,12 @@ def other_python(version: str) -> str:
 
 @pytest.fixture(scope="session")
 def warm_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmRanks]:
-    folder = tmp_path_factory.mktemp("warm-ranks")
-    warm = WarmRanks(folder)
+    yield from warm_ranks_with(tmp_path_factory.mktemp("warm-ranks"))
+
+
+def warm_ranks_with(folder: Path, *libraries: str) -> Iterator[WarmRanks]:
+    """Yield ranks forked from a process that has also imported some libraries."""
+    warm = WarmRanks(folder, *libraries)
     try:
         warm.begin(Starter(folder).environment({}))
         yield warm

@@ -10,15 +10,18 @@ from typing import Any
 
 import pytest
 
-from tests.harness.commands import Command
-from tests.harness.ranks import Starter, WarmRanks
+from optuna_dsat.runtime.events import EngineReady, StepMeasured
+from tests.harness.entry_points import Run, run_here, searching_in
+from tests.harness.ranks import Starter, WarmRanks, script
+
+__all__ = ["run_here"]
 
 pytestmark = pytest.mark.torchrun
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "deepspeed_trial"
 SCRIPTS = ROOT / "tests" / "scripts"
-TRAINED = ("--hparams", "hparams.yaml", "--cpu-ranks", "2", "--report-period", "1batches", "--seed", "7")
+TRAINED = ("--hparams", "hparams.yaml", "--report-period", "1batches", "--seed", "7", "--checkpoint-dir", "runs")
 PERIODS = ("--max-length", "10batches", "--checkpoint-period", "4batches", "--validation-period", "5batches")
 
 
@@ -33,23 +36,45 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def train(folder: Path, *more: str, code: int = 0, **environ: str) -> str:
-    arguments = ("train", "interrupted:ByHand", "ds_config.json", *TRAINED, *PERIODS, "--checkpoint-dir", "runs", *more)
-    output, _ = Command(folder, *arguments, environ=environ).finish(code=code)
-    return output
+TRAIN = """import os, runpy
+os.environ.update({environ!r})
+runpy.run_module("optuna_dsat.integrations.deepspeed_trial", run_name="__main__", alter_sys=True)
+"""
 
 
-def test_a_definition_is_tuned_up_to_the_command_that_trains_it(folder: Path) -> None:
-    command = Command(
-        folder,
-        *("random", "model_def:MyTrial", "ds_config.json", "--hparams", "hparams.yaml", "--study", "sums", "--json"),
-        *("--cpu-ranks", "2", "--zero-stages", "2", "--no-tune", "offload_optimizer", "--max-trials", "1"),
-        *("--fix", "train_micro_batch_size_per_gpu=3", "--no-enqueue-user-config", "--confirm", "0"),
-        *("--start-profile-step", "2", "--end-profile-step", "3"),
-    )
-    output, errors = command.finish()
-    result = json.loads(output)
-    assert "differs" not in errors
+def train(folder: Path, warm: WarmRanks, *more: str, code: int = 0, **environ: str) -> str:
+    """Run what ``optuna-dsat train`` starts; return the first rank's output."""
+    log = folder / "rank0.stdout.log"
+    log.unlink(missing_ok=True)
+    start = Starter(folder, json.loads((folder / "ds_config.json").read_text()))
+    arguments = ("interrupted:ByHand", "--deepspeed_config", "ds_config.json", *TRAINED, *PERIODS, *more)
+    text = script(start, TRAIN.format(environ=environ))
+    launch = start.torchrun(text, *arguments, purpose="full", user_config_path="", warm=warm)
+    assert launch.exit_code == code, launch.output + launch.log("stderr")
+    return log.read_text(encoding="utf-8")
+
+
+def test_a_definition_is_tuned_up_to_the_command_that_trains_it(
+    folder: Path, run_here: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with searching_in(folder, monkeypatch):
+        tuned = run_here(
+            *("random", "model_def:MyTrial", "ds_config.json", "--hparams", "hparams.yaml", "--study", "sums"),
+            *(
+                "--json",
+                "--cpu-ranks",
+                "2",
+                "--zero-stages",
+                "2",
+                "--no-tune",
+                "offload_optimizer",
+                "--max-trials",
+                "1",
+            ),
+            *("--fix", "train_micro_batch_size_per_gpu=3", "--no-enqueue-user-config", "--confirm", "0"),
+        )
+    assert tuned.returncode == 0, tuned.stderr
+    result = json.loads(tuned.stdout)
     config = json.loads(Path(result["config_path"]).read_text(encoding="utf-8"))
     assert (config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]) == (3, 2)
     assert config["zero_optimization"]["stage"] == 2
@@ -59,14 +84,22 @@ def test_a_definition_is_tuned_up_to_the_command_that_trains_it(folder: Path) ->
         *("--max-length", "1epochs", "--checkpoint-dir", str(Path(result["config_path"]).parent / "checkpoints")),
         *("--cpu-ranks", "2"),
     ]
-    trial = next((folder / "optuna-dsat-output" / "sums").glob("trial-*"))
-    steps = [event for event in lines(trial / "events" / "rank0.jsonl") if event["kind"] == "step_measured"]
-    # The engine has the batch sizes that the definition read from context and hyperparameters.
-    assert {(step["samples"], step["observed_micro_batch"]) for step in steps} == {(6, 3)}
 
 
-def test_training_goes_on_after_a_kill_with_the_same_losses(folder: Path) -> None:
-    train(folder, code=137, KILL_AT="6", DET_MANUAL_INIT_DISTRIBUTED="1")
+def test_a_trial_of_a_definition_has_the_batch_sizes_that_it_reads(folder: Path, warm_ranks: WarmRanks) -> None:
+    """From context and hyperparameters."""
+    start = Starter(folder, json.loads((folder / "ds_config.json").read_text()))
+    arguments = ("model_def:MyTrial", "--deepspeed_config", str(start.user_config), "--hparams", "hparams.yaml")
+    overlay = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 2}}
+    launch = start.torchrun(script(start, TRAIN.format(environ={})), *arguments, overlay=overlay, warm=warm_ranks)
+    assert launch.exit_code == 0, launch.output + launch.log("stderr")
+    [engine] = launch.of(EngineReady)
+    assert (engine.zero_stage, engine.config_differences) == (2, {})
+    assert {(step.samples, step.observed_micro_batch) for step in launch.of(StepMeasured)} == {(6, 3)}
+
+
+def test_training_goes_on_after_a_kill_with_the_same_losses(folder: Path, warm_ranks: WarmRanks) -> None:
+    train(folder, warm_ranks, code=1, KILL_AT="6", DET_MANUAL_INIT_DISTRIBUTED="1")
     runs = folder / "runs"
     assert [path.name for path in sorted(runs.glob("batches-*"))] == ["batches-00000004"]
     killed = lines(runs / "metrics.jsonl")
@@ -75,7 +108,7 @@ def test_training_goes_on_after_a_kill_with_the_same_losses(folder: Path) -> Non
     with (runs / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"kind": "trai')
 
-    printed = train(folder, "--resume", OPTUNA_DSAT_MANUAL_INIT_DISTRIBUTED="1")
+    printed = train(folder, warm_ranks, "--resume", OPTUNA_DSAT_MANUAL_INIT_DISTRIBUTED="1")
     whole = lines(runs / "metrics.jsonl")
     steps = [(kind, step) for step in range(1, 11) for kind in ("training", "validation")[: 2 if step % 5 == 0 else 1]]
     assert [(line["kind"], line["steps_completed"]) for line in whole] == steps

@@ -137,7 +137,7 @@ def test_what_is_given_in_code_alone_is_told_whatever_the_launch_runs(tmp_path: 
     assert launch.of(ConfigDiffers)[0].differences == engine.config_differences
 
 
-def test_a_script_that_tells_accelerate_to_use_the_cpu_is_told_so(tmp_path: Path) -> None:
+def test_a_script_that_tells_accelerate_to_use_the_cpu_is_told_so(tmp_path: Path, warm_ranks: WarmRanks) -> None:
     start = Starter(tmp_path, {})
     text = """import torch
 from accelerate import Accelerator
@@ -147,7 +147,7 @@ for _ in range(9):
     accelerator.backward(model(torch.ones(1, 2)).mean())
     optimizer.step()
 """
-    launch = start.alone(script(start, text), user_config_path="")
+    launch = start.torchrun(script(start, text), user_config_path="", warm=warm_ranks)
     assert launch.exit_code != 0
     assert "Accelerator(cpu=True)" in launch.log("stderr")
     assert "guided accelerate launch" not in launch.log("stderr")

@@ -36,7 +36,6 @@ def test_a_script_sees_what_it_would_without_the_runtime(start: Starter, command
     ("end", "code", "reason", "stderr"),
     [
         ("", 0, "script_end", ""),
-        ("exit0", 0, "script_end", ""),
         ("silent", 0, "script_end", ""),
         ("exit7", 7, "exit_code_7", ""),
         ("text", 1, "exit_code_1", "that is all\n"),
@@ -72,13 +71,15 @@ command = [sys.executable, "-u", *sys.argv] if sys.argv[1] == "by argv" else [sy
 """
 
 
-@pytest.mark.parametrize("how", ["by argv", "by orig_argv"])
+TWICE = ["rank_started", "rank_started", "rank_finished"]
+
+
 @pytest.mark.parametrize(
-    ("starts", "records"),
+    ("how", "starts", "records"),
     [
-        ("os.execv(command[0], command)", ["rank_started", "rank_started", "rank_finished"]),
-        ("os.execlpe('env', 'env', *command, {'FLAG': '1'})", ["rank_started", "rank_started", "rank_finished"]),
-        ("sys.exit(subprocess.run(command).returncode)", ["rank_started", "rank_finished"]),
+        ("by argv", "os.execv(command[0], command)", TWICE),
+        ("by orig_argv", "os.execlpe('env', 'env', *command, {'FLAG': '1'})", TWICE),
+        ("by orig_argv", "sys.exit(subprocess.run(command).returncode)", ["rank_started", "rank_finished"]),
     ],
 )
 def test_a_script_that_starts_itself_again_is_measured(
@@ -108,19 +109,18 @@ def test_what_is_raised_beside_exceptions_is_recorded_too(start: Starter, tmp_pa
 OVERLAY = {"train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": 1}}
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        "deepspeed.initialize(config=CONFIG)",
-        "deepspeed.initialize(None, 'model', None, CONFIG)",
-        "deepspeed.initialize(config=PATH)",
-        "deepspeed.initialize(config_params=CONFIG)",
-        "deepspeed.initialize(ARGS)",
-        "initialize(ARGS, config_params=None)",
-        "deepspeed.DeepSpeedEngine(None, 'model', config_class=deepspeed.DeepSpeedConfig(CONFIG))",
-    ],
+CALLS = (
+    "deepspeed.initialize(config=CONFIG)",
+    "deepspeed.initialize(None, 'model', None, CONFIG)",
+    "deepspeed.initialize(config=PATH)",
+    "deepspeed.initialize(config_params=CONFIG)",
+    "deepspeed.initialize(ARGS)",
+    "initialize(ARGS, config_params=None)",
+    "deepspeed.DeepSpeedEngine(None, 'model', config_class=deepspeed.DeepSpeedConfig(CONFIG))",
 )
-def test_the_overlay_reaches_deepspeed_however_the_config_is_passed(start: Starter, stubs: Path, call: str) -> None:
+
+
+def test_the_overlay_reaches_deepspeed_however_the_config_is_passed(start: Starter, stubs: Path) -> None:
     text = f"""
 import argparse, copy, json, sys
 import deepspeed
@@ -129,45 +129,43 @@ PATH = sys.argv[1]
 CONFIG = json.load(open(PATH))
 ARGS = argparse.Namespace(deepspeed_config=PATH, other=1)
 before = copy.deepcopy(CONFIG)
-{call}
-print(CONFIG == before, ARGS.deepspeed_config == PATH, PATH)
+for call in {CALLS}:
+    exec(call)
+    print(CONFIG == before, ARGS.deepspeed_config == PATH, PATH)
 """
     launch = start.alone(script(start, text), str(start.user_config), overlay=OVERLAY, stubs=stubs, purpose="full")
     assert launch.exit_code == 0, launch.log("stderr")
-    given, after = launch.log("stdout").splitlines()
-    config, config_params, args = json.loads(given)
-    assert config["train_micro_batch_size_per_gpu"] == 8
-    assert config["zero_optimization"]["stage"] == 1
-    assert config["optimizer"]["type"] == "AdamW"
-    assert config_params is None
-    assert args in (None, {"deepspeed_config": None, "other": 1})
-    assert after == f"True True {start.config}"
+    shown = launch.log("stdout").splitlines()
+    assert shown[1::2] == [f"True True {start.config}"] * len(CALLS)
+    for call, given in zip(CALLS, shown[::2], strict=True):
+        config, config_params, args = json.loads(given)
+        assert config["train_micro_batch_size_per_gpu"] == 8, call
+        assert config["zero_optimization"]["stage"] == 1, call
+        assert config["optimizer"]["type"] == "AdamW", call
+        assert config_params is None, call
+        assert args in (None, {"deepspeed_config": None, "other": 1}), call
     assert [event.kind for event in launch.events()] == ["rank_started", "rank_finished"]
 
 
-@pytest.mark.parametrize(
-    ("given", "seen"),
-    [
-        ("config_dict_or_path=PATH", 0),
-        ("None, json.load(open(PATH))", 0),
-        ("config=PATH", 1),
-        ("config_dict_or_path='not used', config=PATH", 1),
-    ],
-)
-def test_the_overlay_reaches_zero_init(start: Starter, stubs: Path, given: str, seen: int) -> None:
-    text = f"import json, sys, deepspeed\nPATH = sys.argv[1]\ndeepspeed.zero.Init({given}, enabled=False)\n"
+def test_the_overlay_reaches_zero_init(start: Starter, stubs: Path) -> None:
+    text = """
+import json, sys, deepspeed
+PATH = sys.argv[1]
+deepspeed.zero.Init(config_dict_or_path=PATH, enabled=False)
+deepspeed.zero.Init(None, json.load(open(PATH)), enabled=False)
+deepspeed.zero.Init(config=PATH, enabled=False)
+deepspeed.zero.Init(config_dict_or_path='not used', config=PATH, enabled=False)
+deepspeed.zero.Init()
+"""
     overlay = {**OVERLAY, "zero_optimization": {"stage": 3}}
     launch = start.alone(script(start, text), str(start.user_config), overlay=overlay, stubs=stubs, purpose="full")
     assert launch.exit_code == 0, launch.log("stderr")
-    arguments = json.loads(launch.log("stdout"))
-    assert arguments[seen]["train_micro_batch_size_per_gpu"] == 8
-    assert arguments[seen]["zero_optimization"]["stage"] == 3
-    assert arguments[2] is False
-
-
-def test_a_zero_init_without_a_config_is_left_alone(start: Starter, stubs: Path) -> None:
-    launch = start.alone(script(start, "import deepspeed\ndeepspeed.zero.Init()\n"), stubs=stubs, purpose="full")
-    assert json.loads(launch.log("stdout")) == [None, None, True]
+    *changed, left_alone = map(json.loads, launch.log("stdout").splitlines())
+    for arguments, seen in zip(changed, (0, 0, 1, 1), strict=True):
+        assert arguments[seen]["train_micro_batch_size_per_gpu"] == 8
+        assert arguments[seen]["zero_optimization"]["stage"] == 3
+        assert arguments[2] is False
+    assert left_alone == [None, None, True]
 
 
 SAVE = """

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from optuna_dsat.launch.protocol import LaunchRequest
+from optuna_dsat.tuning import resume
 from tests.harness.commands import ROOT, Command
-from tests.harness.entry_points import Run, run_here
+from tests.harness.entry_points import Run, run_here, searching_in
 
 __all__ = ["run_here"]
 
@@ -37,14 +39,10 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-def command(folder: Path, *arguments: str) -> tuple[str, str]:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return Command(folder, *arguments, environ={"PATH": path}).finish()
-
-
 def trained(folder: Path, *arguments: str) -> tuple[dict[str, int], str]:
     """Train in a folder; return what the script's engine got and the messages."""
-    _, errors = command(folder, "train", "s", *arguments)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    _, errors = Command(folder, "train", "s", *arguments, environ={"PATH": path}).finish()
     result = folder / "got.json"
     got = json.loads(result.read_text())
     result.unlink()
@@ -60,18 +58,28 @@ def test_a_study_trains_with_its_result_with_another_trial_and_in_another_folder
     folder: Path, run_here: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch = ("torchrun", "--nproc_per_node", "1", "plain.py", f"--deepspeed_config={folder}/ds.json")
-    command(folder, "random", *OPTIONS, *launch)
-    assert not (folder / "got.json").exists(), "what trials write is theirs"
-    monkeypatch.chdir(folder)
+    with searching_in(folder, monkeypatch):
+        (folder / "ds.json").write_text(json.dumps(CONFIG))
+        assert run_here("random", *OPTIONS, *launch).returncode == 0
     rows = json.loads(run_here("trials", "s", "--json").stdout)
     (best,) = (row for row in rows if row["handed_over"])
     (other,) = (row for row in rows if row is not best)
     assert configured(best) != configured(other)
 
     (folder / "ds.json").unlink()  # the study has its config
-    got, errors = trained(folder, "--trial", str(other["number"]), "--", "--batch", "9")
-    assert got == {**configured(other), "batch": 9}, "arguments are added"
-    assert f"Training with trial {other['number']}: {other['configuration']}." in errors
+    asked: list[LaunchRequest] = []
+
+    def note(request: LaunchRequest, **_: Any) -> int:
+        asked.append(request)
+        return 0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(resume, "run_full", note)
+        ended = run_here("train", "s", "--", "--batch", "9")
+    assert ended.returncode == 0
+    assert asked[0].command.args[-2:] == ("--batch", "9"), "arguments are added"
+    assert configured({"config": asked[0].ds_config}) == configured(best)
+    assert ended.stderr.startswith(f"Training with trial {best['number']}: ")
 
     refused = run_here("train", "s", "--trial", "7")
     assert (refused.returncode, "has launched no trial of this number" in refused.stderr) == (2, True)
@@ -80,8 +88,8 @@ def test_a_study_trains_with_its_result_with_another_trial_and_in_another_folder
     refused = run_here("train", "s")
     assert (refused.returncode, "--workdir" in refused.stderr) == (2, True)
     shutil.rmtree(moved / "optuna-dsat-output")
-    got, errors = trained(moved, "--workdir", ".")
-    assert got == configured(best)
-    assert f"Training with trial {best['number']}: " in errors
+    got, errors = trained(moved, "--workdir", ".", "--trial", str(other["number"]))
+    assert got == configured(other)
+    assert f"Training with trial {other['number']}: {other['configuration']}." in errors
     assert (moved / "optuna-dsat-output" / "s" / "full").is_dir()
     assert not folder.exists(), "nothing is written where the study was made"
