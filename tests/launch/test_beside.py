@@ -6,24 +6,22 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from optuna_dsat.launch.launcher import local_launcher
 from optuna_dsat.launch.machine import host
 from optuna_dsat.launch.machine.devices import cpu_devices
 from optuna_dsat.launch.machine.host import BesideWatch, busy_seconds
-from optuna_dsat.launch.machine.processes import cpu_seconds
+from optuna_dsat.launch.machine.processes import cpu_seconds, new_mark
 from optuna_dsat.launch.machine.slots import SlotPool
-from optuna_dsat.launch.protocol import Conditions, Finished
-from optuna_dsat.outcome import Outcome
-from optuna_dsat.runtime.agent.processes import ProcessKey
-from optuna_dsat.runtime.events import Event
+from optuna_dsat.launch.protocol import Conditions
+from optuna_dsat.runtime.agent.processes import MARK_ENV, ProcessKey
+from optuna_dsat.runtime.events import Event, EventWriter, RankStarted
 from tests.harness import present
 from tests.harness.events import engine, step_of
-from tests.harness.launches import STUB, request, updates_until_finished
+from tests.harness.launches import followed, processes_of
 from tests.harness.nvml_machine import Machine, machine, nvml_libraries, uuid
 from tests.harness.workers import wait_until
 
@@ -254,23 +252,21 @@ def test_the_energy_of_a_launch_is_that_of_all_its_gpus_or_unknown(machine: Mach
     assert on_cpu.energy_j(on_cpu.take(2)) is None
 
 
-@pytest.mark.torchrun
-def test_a_real_launch_knows_what_went_on_beside_it(machine: Machine, tmp_path: Path) -> None:
+def test_a_launch_knows_what_went_on_beside_it(machine: Machine, tmp_path: Path) -> None:
     machine.gets("power 0 300", "power 1 50")
-    with_config = tmp_path / "user_config.json"
-    with_config.write_text("{}", encoding="utf-8")
-    launcher = local_launcher(tmp_path / "out", devices=machine.detect(), nvml=machine.nvml())
+    agent = subprocess.Popen(["sleep", "600"], env={**os.environ, MARK_ENV: (mark := new_mark())})
+    launch = followed(tmp_path, agent, mark, pool=machine.pool(), end_profile_step=4)
     try:
-        launcher.start(request(tmp_path, script=STUB, args=("--step-s", "0.4"), end_profile_step=6))
-        updates = updates_until_finished(launcher)
+        writer = EventWriter(launch.directory.events(0))
+        writer.write(RankStarted(rank=0, time=1.0, local_rank=0, world_size=1, pid=agent.pid, host="h"))
+        for number in (1, 2, 3, 4):
+            writer.write(step_of(step=number))
+            launch.advance(time.monotonic())
+            time.sleep(0.35)
     finally:
-        launcher.close()
-    [report] = [update.report for update in updates if isinstance(update, Finished)]
-    assert report.outcome is Outcome.MEASURED, report
-    seen: Mapping[str, object] = report.conditions.to_json()
-    assert isinstance(seen["window_s"], float)
-    assert 1.0 < seen["window_s"] < 20.0  # five steps of 0.4 s, whose ends the tuner may read late
-    assert seen["cores"] == len(os.sched_getaffinity(0))
-    share = present(report.conditions.others_share)
-    assert 0.0 <= share <= 1.05
-    assert report.conditions.power_w == pytest.approx(350.0, rel=0.01)
+        processes_of(launch).close()
+    seen = launch.conditions
+    assert 0.7 <= present(seen.window_s) < 10.0
+    assert seen.cores == len(os.sched_getaffinity(0))
+    assert 0.0 <= present(seen.others_share) <= 1.05
+    assert seen.power_w == pytest.approx(300.0, rel=0.01)

@@ -48,12 +48,10 @@ def config(stage: int, **zero: Any) -> dict[str, Any]:
 
 MODELS: tuple[tuple[int, dict[str, Any], str], ...] = (
     (0, {}, "plain"),
-    (1, {}, "plain"),
     (2, {}, "plain"),
     (2, {"offload_optimizer": {"device": "cpu"}}, "plain"),
     (3, {"stage3_param_persistence_threshold": 0}, "plain"),
     (3, {"stage3_param_persistence_threshold": 0}, "library"),
-    (0, {}, "pipeline"),
     (1, {}, "pipeline"),
 )
 """Stage, its settings, and the kind of model."""
