@@ -66,13 +66,14 @@ def small_space(*, no_tune: Sequence[str] = KEPT, samples: int | None = None) ->
     )
 
 
+def small_problem(**changes: Any) -> Problem:
+    given = {"profile": PROFILE, "hardware": HARDWARE, "config": CONFIG, "space": small_space(), **changes}
+    return Problem(**given)
+
+
 @cache
 def small_planner(metric: str = "throughput", margin: float = 0.05) -> GuidedPlanner:
-    return GuidedPlanner(
-        Problem(
-            profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=small_space(), metric=metric, memory_margin=margin
-        )
-    )
+    return GuidedPlanner(small_problem(metric=metric, memory_margin=margin))
 
 
 class Machine:

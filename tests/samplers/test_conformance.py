@@ -39,13 +39,9 @@ class TestSamplers(BasicSamplerTestCase, SingleOnlySamplerTestCase):
     @pytest.fixture(
         params=[
             Binary,
-            partial(Binary, seed=3),
-            partial(Binary, micro_batch="x"),
-            Guided,
+            partial(Binary, micro_batch="x", seed=3),
             partial(Guided, planner=small_planner(), seed=3),
-            Random,
-            partial(Random, seed=3),
-            partial(Random, micro_batch="x"),
+            partial(Random, micro_batch="x", seed=3),
         ]
     )
     def sampler(self, request: pytest.FixtureRequest) -> Callable[[], BaseSampler]:

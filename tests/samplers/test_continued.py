@@ -18,13 +18,12 @@ from optuna_dsat.config import ds_config
 from optuna_dsat.config.differences import live_changes
 from optuna_dsat.guided.order import start_of_climb
 from optuna_dsat.guided.posterior import Posterior
-from optuna_dsat.guided.problem import Problem
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.samplers import GuidedSampler
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.attributes import waiting_launch
 from optuna_dsat.trials.lineage import MICRO_BATCH
-from tests.harness.small_model import CONFIG, HARDWARE, PROFILE, Machine, small_planner, small_space
+from tests.harness.small_model import CONFIG, Machine, small_planner, small_problem, small_space
 
 START = datetime(2026, 11, 26)
 
@@ -129,7 +128,7 @@ def test_a_climb_starts_at_the_largest_safe_size_of_the_lineage_unless_it_is_les
 @pytest.mark.parametrize("start_s", [0.5, 100.0])
 def test_a_start_costs_what_the_profile_launch_took_until_another_launch_was_measured(start_s: float) -> None:
     known = small_planner().problem
-    problem = Problem(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=small_space(), start_s=start_s)
+    problem = small_problem(start_s=start_s)
     nothing = Posterior(problem, known.table.observations_of_trials([]), samples_limit=None)
     rows, sizes = np.array([0, 0]), np.array([1, 8])
     assert nothing.acquisition(rows, sizes).start_s == pytest.approx(2 * start_s)

@@ -25,7 +25,7 @@ from optuna_dsat.pruners import AshaPruner, DeepSpeedPruner
 from optuna_dsat.samplers import BinarySearchSampler, GuidedSampler, LineageRandomSampler
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH, STRUCTURE, ZERO_STAGE
-from tests.harness.small_model import CONFIG, GIB, HARDWARE, KEPT, PROFILE, Machine, small_space
+from tests.harness.small_model import CONFIG, GIB, KEPT, PROFILE, Machine, small_problem, small_space
 
 BY_CHANCE = 0.02
 NONE = np.zeros((0, 2), dtype=np.int64)
@@ -104,9 +104,9 @@ def structure_of(trial: optuna.Trial | FrozenTrial) -> tuple[object, ...]:
 
 def test_a_structure_that_is_refused_is_left_after_a_few_launches(kit: SimpleNamespace) -> None:
     space = small_space(no_tune=KEPT[2:])
-    planner = GuidedPlanner(Problem(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=space))
+    planner = GuidedPlanner(small_problem(space=space))
     study = kit.create(GuidedSampler(planner=planner, seed=1), NopPruner())
-    Refusing(space=space, offload_s=0.1).run(study, 30)
+    Refusing(space=space, offload_s=0.1).run(study, 20)
     failed = [structure_of(trial) for trial in study.trials if trial.state == TrialState.FAIL]
     assert failed, "the user's own is one of them"
     assert max(failed.count(item) for item in failed) <= 4
@@ -120,7 +120,7 @@ Launches = Sequence[tuple[int, int, bool]]
 @pytest.fixture(scope="module")
 def problem() -> Problem:
     space = small_space(no_tune=KEPT[1:])
-    return GuidedPlanner(Problem(profile=PROFILE, hardware=HARDWARE, config=CONFIG, space=space)).problem
+    return GuidedPlanner(small_problem(space=space)).problem
 
 
 def observed(launches: Launches) -> Observations:
@@ -224,7 +224,7 @@ class FailingFrom(Machine):
 
 def method(name: str, space: Any) -> tuple[BaseSampler, BasePruner]:
     config = {**CONFIG, "zero_optimization": {"stage": 0}}
-    planner = GuidedPlanner(Problem(profile=PROFILE, hardware=HARDWARE, config=config, space=space))
+    planner = GuidedPlanner(small_problem(config=config, space=space))
     if name == "guided":
         return GuidedSampler(planner=planner, seed=5), NopPruner()
     if name == "random":
@@ -233,8 +233,10 @@ def method(name: str, space: Any) -> tuple[BaseSampler, BasePruner]:
     return sampler, AshaPruner() if name == "asha" else NopPruner()
 
 
-@pytest.mark.parametrize("least", [1, 2])
-@pytest.mark.parametrize("name", ["binary", "random", "asha", "guided", "binary, plain"])
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [("binary", 1), ("random", 2), ("asha", 1), ("guided", 1), ("guided", 2), ("binary, plain", 2)],
+)
 def test_few_launches_are_lost_to_stages_that_fail(kit: SimpleNamespace, name: str, least: int) -> None:
     space = space_from(0)
     study = kit.create(*method(name, space))

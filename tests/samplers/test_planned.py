@@ -17,12 +17,12 @@ from optuna.storages import RetryHeartbeatStaleTrialCallback
 from optuna.trial import TrialState, create_trial
 
 from optuna_dsat.guided.planner import GuidedPlanner
-from optuna_dsat.guided.problem import REACH, Problem
+from optuna_dsat.guided.problem import REACH
 from optuna_dsat.pruners import AshaPruner, DeepSpeedPruner
 from optuna_dsat.samplers import BinarySearchSampler, LineageRandomSampler
 from optuna_dsat.trials.attributes import DATA_LIMIT, OUTCOME
 from optuna_dsat.trials.lineage import MICRO_BATCH, group
-from tests.harness.small_model import CONFIG, GIB, HARDWARE, PROFILE, Machine, small_planner, small_space
+from tests.harness.small_model import GIB, HARDWARE, Machine, small_planner, small_problem, small_space
 
 METHODS: dict[str, tuple[Callable[..., LineageRandomSampler | BinarySearchSampler], Callable[[], BasePruner]]] = {
     "random": (LineageRandomSampler, DeepSpeedPruner),
@@ -30,6 +30,7 @@ METHODS: dict[str, tuple[Callable[..., LineageRandomSampler | BinarySearchSample
     "asha": (BinarySearchSampler, AshaPruner),
 }
 methods = pytest.mark.parametrize("method", METHODS)
+samplers = pytest.mark.parametrize("method", ["random", "binary"])
 BASELINE = {**small_space().completed({"zero_stage": 2}), MICRO_BATCH: 1}
 
 
@@ -45,7 +46,7 @@ def searched(method: str) -> optuna.Study:
     sampler, pruner = METHODS[method]
     study = optuna.create_study(direction="maximize", sampler=sampler(planner=small_planner(), seed=1), pruner=pruner())
     study.enqueue_trial(BASELINE)
-    Machine().run(study, 20)
+    Machine().run(study, 18)
     return study
 
 
@@ -58,11 +59,11 @@ def test_a_search_ends_near_the_best_and_opens_no_lineage_twice(method: str) -> 
     assert all(len(lineage.used) == len(lineage.trials) for lineage in opened.values())
 
 
-@methods
+@samplers
 def test_a_resumed_search_goes_on_as_if_never_stopped(kit: SimpleNamespace, method: str, tmp_path: Path) -> None:
     sampler, pruner = METHODS[method]
     machine = Machine()
-    for _ in range(8):
+    for _ in range(6):
         storage = f"sqlite:///{tmp_path}/study.db"
         study = kit.create(sampler(planner=small_planner(), seed=1), pruner(), storage=storage)
         if not study.trials:
@@ -70,10 +71,10 @@ def test_a_resumed_search_goes_on_as_if_never_stopped(kit: SimpleNamespace, meth
         machine.run(study, 1)
         study._storage.remove_session()
         study._storage._backend.engine.dispose()
-    assert kit.sequence(study) == kit.sequence(searched(method))[:8]
+    assert kit.sequence(study) == kit.sequence(searched(method))[:6]
 
 
-@methods
+@samplers
 @pytest.mark.filterwarnings("ignore:RetryHeartbeatStaleTrialCallback is experimental")
 def test_a_lost_trial_is_repeated(kit: SimpleNamespace, method: str) -> None:
     study, machine = study_of(kit, method), Machine()
@@ -88,7 +89,7 @@ def test_a_lost_trial_is_repeated(kit: SimpleNamespace, method: str) -> None:
     assert sequence == kit.sequence(searched(method))[:10]
 
 
-@methods
+@samplers
 def test_running_launches_are_of_different_lineages(kit: SimpleNamespace, method: str) -> None:
     study, machine = study_of(kit, method), Machine()
     machine.run(study, 2)
@@ -106,10 +107,10 @@ def test_no_launch_goes_beyond_the_reach_of_what_ran(method: str) -> None:
     assert largest > REACH
 
 
-@methods
+@samplers
 def test_before_a_measurement_what_probably_runs_is_opened(kit: SimpleNamespace, method: str) -> None:
     hardware = replace(HARDWARE, device_memory_bytes=6 * GIB)
-    planner = GuidedPlanner(Problem(profile=PROFILE, hardware=hardware, config=CONFIG, space=small_space()))
+    planner = GuidedPlanner(small_problem(hardware=hardware))
     study = study_of(kit, method, planner)
     Machine(device_gib=5.0).run(study, 8)
     assert study.trials[0].user_attrs[OUTCOME] == "out_of_memory"
