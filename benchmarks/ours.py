@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -89,13 +89,20 @@ def _space(landscape: Computed | Recorded) -> dict[str, tuple[Any, ...]]:
     return {"no_tune": landscape.no_tune, **({} if complete else {"zero_stages": landscape.stages})}
 
 
-def run(method: str, rig: Rig, *, budget: int, seed: int, store: Store | None = None) -> None:
-    """Run one search; the rig keeps what it launched."""
-    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
-        folder = Path(name)
-        store = store or stack.enter_context(quick_store(folder))
+def run(method: str, rig: Rig, *, budget: int, seed: int) -> None:
+    """Run one search; the rig keeps what it launched, found and stated."""
+    with tempfile.TemporaryDirectory() as folder, quick_store(Path(folder)) as store:
+        study = search(method, rig, budget=budget, seed=seed, store=store)
+        if study is not None:
+            rig.results = results(rig, study)
+            rig.statements = statements(study)
+
+
+def search(method: str, rig: Rig, *, budget: int, seed: int, store: Store) -> StoredStudy | None:
+    """Run one search in a store; return None if nothing runs, which is an outcome like any other."""
+    with tempfile.TemporaryDirectory() as folder:
         request = StudyRequest(
-            spec=spec_of(rig, method=method, budget=budget, seed=seed, folder=folder),
+            spec=spec_of(rig, method=method, budget=budget, seed=seed, folder=Path(folder)),
             devices=SIMULATED_DEVICES,
             storage=store.url,
         )
@@ -103,12 +110,10 @@ def run(method: str, rig: Rig, *, budget: int, seed: int, store: Store | None = 
         try:
             session.run()
         except NothingRunnableError:
-            return  # an outcome of the search like any other
+            return None
         except BudgetSpentError:
             pass  # the rounds of the finalists end with the budget
-        study = read_stored(store, request.spec.name)
-        rig.results = results(rig, study)
-        rig.statements = statements(study)
+        return read_stored(store, request.spec.name)
 
 
 def statements(study: StoredStudy) -> list[tuple[Mapping[str, Any], float]]:

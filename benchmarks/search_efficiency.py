@@ -78,10 +78,10 @@ class Result:
     """Of the configuration held at the end from the true best, relative; 1 without any. Negative for one outside the
     tuner's space that beats it."""
     outcomes: Mapping[str, int]
-    trials: int = 0
-    """Measurements in all; as many as launches if none continues another. 0 in older files."""
-    rounds: int | None = None
-    """Launches that compare finalists and the user's config; None in older files."""
+    trials: int
+    """Measurements in all; as many as launches if none continues another."""
+    rounds: int
+    """Launches that compare finalists and the user's config."""
     statements: Sequence[tuple[float, float]] = ()
     """What may be left to gain as the method states it with 90 % probability, and what was left; the last statement is
     that of the end of the search.

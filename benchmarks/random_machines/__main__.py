@@ -41,14 +41,6 @@ from benchmarks.search_efficiency import (
 
 Key = tuple[str, int, str]
 """Landscape, seed and method of a search."""
-NAMESAKES = {
-    "random": ("dsat-random", "deepspeed-random"),
-    "binary": ("dsat-binary",),
-    "asha": ("dsat-asha",),
-}
-"""Method of ours -> the peers' methods of the same name."""
-_EQUAL = 0.005
-"""Final distances that differ by less are equal."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -102,7 +94,7 @@ def read(path: Path) -> dict[Key, Result]:
 
 
 def table(found: Mapping[Key, Result], methods: Iterable[str]) -> str:
-    """Return a markdown table, one row a class and method, and the comparison of each method with its namesake."""
+    """Return a markdown table, one row a class and method."""
     lines = [
         "| landscapes, method | searches | within 1 % | within 3 % | within 1 % after 15 launches "
         "| median launches to 1 % | median launches | without rounds | median trials | median minutes "
@@ -114,15 +106,6 @@ def table(found: Mapping[Key, Result], methods: Iterable[str]) -> str:
             own = [result for key, result in found.items() if key[2] == method and kind_of(*key[:2]) == kind]
             if own:
                 lines.append(row(f"{kind}, {method}", own))
-    for method, peers in NAMESAKES.items():
-        for peer in peers:
-            pairs = [
-                (found[landscape, seed, method], found[landscape, seed, peer])
-                for landscape, seed, name in found
-                if name == method and (landscape, seed, peer) in found
-            ]
-            if pairs:
-                lines += ["", f"{method} against {peer}: {compared(pairs)}"]
     return "\n".join(lines) + "\n"
 
 
@@ -148,44 +131,15 @@ def row(name: str, results: Sequence[Result]) -> str:
         share(lambda result: result.launches_to_near is not None and result.launches_to_near <= 15),
         count(median(result.launches_to_near for result in results)),
         f"{statistics.median(result.launches for result in results):.0f}",
-        _of_search(results),
-        f"{statistics.median(result.trials or result.launches for result in results):.0f}",
+        f"{statistics.median(result.launches - result.rounds for result in results):.0f}",
+        f"{statistics.median(result.trials for result in results):.0f}",
         f"{statistics.median(result.seconds for result in results) / 60:.0f}",
         f"{statistics.median(distances):.1%}",
-        f"{_ninth(results):.1%}",
+        f"{distances[math.ceil(0.9 * len(distances)) - 1]:.1%}",  # that nine in ten do not exceed
         f"{distances[-1]:.1%}",
         statements_true([result.statements[-1:] for result in results]),
     )
     return f"| {' | '.join(cells)} |"
-
-
-def compared(pairs: Sequence[tuple[Result, Result]]) -> str:
-    """Return how ours does against the other on the same machines: in pairs, and by medians and 90th percentiles."""
-    better = sum(own.distance < other.distance - _EQUAL for own, other in pairs)
-    worse = sum(own.distance > other.distance + _EQUAL for own, other in pairs)
-    equal = len(pairs) - better - worse
-    sides = [[pair[side] for pair in pairs] for side in (0, 1)]
-    medians = " and ".join(f"{statistics.median(result.distance for result in results):.1%}" for results in sides)
-    ninths = " and ".join(f"{_ninth(results):.1%}" for results in sides)
-    reached = " and ".join(count(median(result.launches_to_near for result in results)) for results in sides)
-    return (
-        f"better or equal on {(better + equal) / len(pairs):.0%} (better on {better}, equal on {equal}, "
-        f"worse on {worse} of {len(pairs)}); distance in the median {medians}, 90th percentile {ninths}; "
-        f"launches to 1 % in the median {reached}"
-    )
-
-
-def _of_search(results: Sequence[Result]) -> str:
-    """Return the median number of launches without the rounds; empty if a file does not count the rounds."""
-    counts = [None if result.rounds is None else result.launches - result.rounds for result in results]
-    known = [count for count in counts if count is not None]
-    return f"{statistics.median(known):.0f}" if len(known) == len(counts) else ""
-
-
-def _ninth(results: Sequence[Result]) -> float:
-    """Return the 90th percentile of the final distances: the smallest that nine in ten do not exceed."""
-    distances = sorted(result.distance for result in results)
-    return distances[math.ceil(0.9 * len(distances)) - 1]
 
 
 def seeds_of(text: str) -> list[int]:

@@ -131,29 +131,6 @@ class Drawn:
     habits: tuple[tuple[int, bool, bool], ...]
     """Structures in the order in which the user would have tried them."""
 
-    def forms(self) -> Mapping[str, bool]:
-        """Return each term that decides times or memory, and whether the tuner's cost models have its form."""
-        terms = {
-            "compute": self.compute.lawful,
-            "activations": self.activations.lawful,
-            "communication": self.realistic,
-            "host time": True,
-            "fixed time": True,
-            "model states": True,
-            "optimizer on the host": self.optimizer_slow == 1,
-        }
-        chance = {
-            "tiles": self.tiles is not None,
-            "pressure": self.pressure > 0,
-            "loading": self.load_s > 0,
-            "straggler": self.straggler > 1,
-            "structures": True,
-            "refused": bool(self.refused),
-            **{f"flag {name}": True for name in self.flags},
-            **{f"size {name}": True for name in self.sizes},
-        }
-        return {**terms, **{name: False for name, present in chance.items() if present}}
-
 
 def is_realistic(seed: int) -> bool:
     """Return whether the machine of a seed is realistic; else it is a stress test."""

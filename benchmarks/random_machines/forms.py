@@ -23,8 +23,6 @@ class Curve:
 
     form: str
     """Name of the shape."""
-    lawful: bool
-    """Whether the tuner's own cost models have this shape."""
     knots: tuple[float, ...]
     """The factor at 2**0, 2**1, ...: shape (octaves,)."""
 
@@ -47,32 +45,32 @@ class Tiles:
         return (1 - self.share) * micro_batch + self.share * self.size * np.ceil(micro_batch / self.size)
 
 
-def _curve(form: str, lawful: bool, value: Callable[[float], float], octaves: int = _OCTAVES) -> Curve:
-    return Curve(form=form, lawful=lawful, knots=tuple(value(float(octave)) for octave in range(octaves + 1)))
+def _curve(form: str, value: Callable[[float], float], octaves: int = _OCTAVES) -> Curve:
+    return Curve(form=form, knots=tuple(value(float(octave)) for octave in range(octaves + 1)))
 
 
 def _hyperbolic(dice: random.Random) -> Curve:
     """Half of the full speed at ``half`` samples: seconds grow as micro-batch + half."""
     half = 2 ** dice.uniform(-2, 6)
-    return _curve("hyperbolic", True, lambda octave: 1 + half / 2**octave)
+    return _curve("hyperbolic", lambda octave: 1 + half / 2**octave)
 
 
 def _power(dice: random.Random) -> Curve:
     """Seconds grow as a power of the micro-batch below 1, up to some size."""
     exponent, until = dice.uniform(0.55, 0.95), dice.uniform(3, 12)
-    return _curve("power", False, lambda octave: 2 ** ((1 - exponent) * max(0.0, until - octave)))
+    return _curve("power", lambda octave: 2 ** ((1 - exponent) * max(0.0, until - octave)))
 
 
 def _table(dice: random.Random) -> Curve:
     """Falls by a random step each octave, with none left after some octaves."""
     steps = [dice.expovariate(1.0) * dice.uniform(0.05, 0.5) * 0.75**octave for octave in range(_OCTAVES)]
-    return _curve("table", False, lambda octave: math.exp(sum(steps[int(octave) :])))
+    return _curve("table", lambda octave: math.exp(sum(steps[int(octave) :])))
 
 
 def _peak(dice: random.Random) -> Curve:
     """Saturates, and loses speed again beyond a size of its own."""
     half, turn, slope = 2 ** dice.uniform(-1, 4), dice.uniform(1, 8), dice.uniform(0.03, 0.2)
-    return _curve("peak", False, lambda octave: (1 + half / 2**octave) * math.exp(slope * max(0.0, octave - turn)))
+    return _curve("peak", lambda octave: (1 + half / 2**octave) * math.exp(slope * max(0.0, octave - turn)))
 
 
 def _waves(dice: random.Random) -> Curve:
@@ -81,7 +79,6 @@ def _waves(dice: random.Random) -> Curve:
     waves = [(dice.gauss(0, 0.06), dice.uniform(0.3, 1.6), dice.uniform(0, 2 * math.pi)) for _ in range(4)]
     return _curve(
         "waves",
-        False,
         lambda octave: (1 + half / 2**octave) * math.exp(sum(a * math.sin(f * octave + p) for a, f, p in waves)),
     )
 
@@ -89,7 +86,7 @@ def _waves(dice: random.Random) -> Curve:
 def _plateau(dice: random.Random) -> Curve:
     """Flat from some small size on, but for a per cent or two."""
     start, drift = dice.uniform(0, 4), dice.uniform(-0.003, 0.003)
-    return _curve("plateau", False, lambda octave: 1 + 0.8 * max(0.0, start - octave) + drift * octave)
+    return _curve("plateau", lambda octave: 1 + 0.8 * max(0.0, start - octave) + drift * octave)
 
 
 COMPUTE_FORMS: dict[str, Callable[[random.Random], Curve]] = {
@@ -110,18 +107,18 @@ def draw_compute(dice: random.Random) -> Curve:
 
 def _linear(dice: random.Random) -> Curve:
     del dice
-    return _curve("linear", True, lambda _: 1.0)
+    return _curve("linear", lambda _: 1.0)
 
 
 def _memory_power(dice: random.Random) -> Curve:
     exponent = dice.uniform(-0.05, 0.05)
-    return _curve("power", False, lambda octave: 2 ** (exponent * octave))
+    return _curve("power", lambda octave: 2 ** (exponent * octave))
 
 
 def _memory_steps(dice: random.Random) -> Curve:
     """Workspaces that come and go: a random factor at each octave."""
     steps = [dice.uniform(0.92, 1.08) for _ in range(_OCTAVES + 1)]
-    return _curve("steps", False, lambda octave: steps[int(octave)])
+    return _curve("steps", lambda octave: steps[int(octave)])
 
 
 MEMORY_FORMS: dict[str, Callable[[random.Random], Curve]] = {
@@ -151,10 +148,10 @@ def draw_size_effect(dice: random.Random, *, strength: float) -> Curve:
         risen = 1 / (1 + math.exp(-(octave - middle) / (width / 2)))
         return 1 + strength * (risen if kind == "rising" else 1 - risen)
 
-    return _curve(f"size {kind}", False, value)
+    return _curve(f"size {kind}", value)
 
 
 def draw_walk(dice: random.Random, *, spread: float) -> Curve:
     """Return the effect of a knob's size on the whole step: its logarithm changes by ``spread`` per doubling."""
     steps = list(accumulate(dice.gauss(0, spread) for _ in range(_OCTAVES + 1)))
-    return _curve("size walk", False, lambda octave: math.exp(steps[int(octave)]))
+    return _curve("size walk", lambda octave: math.exp(steps[int(octave)]))

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.named_landscapes import TYPICAL
-from benchmarks.ours import quick_store, run
+from benchmarks.ours import quick_store, search
 from benchmarks.rig import Rig
 from optuna_dsat.config.structures import Structure
-from optuna_dsat.study.stored import read_stored
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH
 
@@ -51,8 +50,8 @@ def first_trials(name: str) -> tuple[tuple[str, int, str, str], ...]:
     """Return structure, micro-batch, kind of launch and reason of the first trials of a case."""
     rig = Rig(TYPICAL[name], budget=SHOWN, noise=0.005, seed=0, continues=True)
     with tempfile.TemporaryDirectory() as folder, quick_store(Path(folder)) as store:
-        run("guided", rig, budget=SHOWN, seed=0, store=store)
-        study = read_stored(store, "benchmark")
+        study = search("guided", rig, budget=SHOWN, seed=0, store=store)
+    assert study is not None
     launches = {launch.launch_id: launch for launch in rig.launches}
     result = []
     for trial in [trial for trial in study.trials if attributes.LAUNCH_ID in trial.user_attrs][:SHOWN]:

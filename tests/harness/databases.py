@@ -21,6 +21,8 @@ import pytest
 from alembic.util import pyfiles
 from sqlalchemy import Engine, event, make_url
 
+from optuna_dsat.store import Store
+
 EXTERNAL = "OPTUNA_DSAT_TEST_POSTGRES_URL"
 """Environment variable with the URL of a server to test against, whose user may create databases."""
 
@@ -161,4 +163,40 @@ def sqlite_url(tmp_path: Path) -> str:
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
 def url(request: pytest.FixtureRequest) -> str:
     result: str = request.getfixturevalue(f"{request.param}_url")
+    return result
+
+
+@pytest.fixture(scope="session")
+def migrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a database with all tables, for copies: to make them takes as long as a small study."""
+    path = tmp_path_factory.mktemp("migrated") / "study.db"
+    Store.open(f"sqlite:///{path}").close()
+    return path
+
+
+@pytest.fixture(scope="session")
+def _migrated_postgres(postgres_server: Server) -> Iterator[str]:
+    url = postgres_server.new_database()
+    Store.open(url).close()
+    yield str(make_url(url).database)
+    postgres_server.drop_database(url)
+
+
+@pytest.fixture
+def ready_sqlite_url(sqlite_url: str, migrated: Path) -> str:
+    shutil.copy(migrated, str(make_url(sqlite_url).database))
+    return sqlite_url
+
+
+@pytest.fixture
+def ready_postgres_url(postgres_server: Server, _migrated_postgres: str) -> Iterator[str]:
+    url = postgres_server.new_database(template=_migrated_postgres)
+    yield url
+    postgres_server.drop_database(url)
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
+def ready_url(request: pytest.FixtureRequest) -> str:
+    """Return the URL of a new database with all tables; that of ``url`` has none."""
+    result: str = request.getfixturevalue(f"ready_{request.param}_url")
     return result

@@ -1,5 +1,5 @@
 from __future__ import annotations
 
-from tests.study.conftest import bench, migrated
+from tests.study.conftest import bench
 
-__all__ = ["bench", "migrated"]
+__all__ = ["bench"]

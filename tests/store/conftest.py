@@ -12,8 +12,8 @@ from tests.harness.workers import WaitingProcess
 
 
 @pytest.fixture
-def store(url: str) -> Iterator[Store]:
-    with Store.open(url, heartbeat_interval_s=0.2, grace_s=1.0) as opened:
+def store(ready_url: str) -> Iterator[Store]:
+    with Store.open(ready_url, heartbeat_interval_s=0.2, grace_s=1.0) as opened:
         yield opened
 
 

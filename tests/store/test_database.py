@@ -144,22 +144,22 @@ def test_a_relative_file_belongs_to_the_directory_of_the_moment(
     assert parsed.database == str(tmp_path / "study.db")
 
 
-def test_sqlite_settings_hold_for_both_engines(sqlite_url: str) -> None:
-    with Store.open(sqlite_url) as store:
+def test_sqlite_settings_hold_for_both_engines(ready_sqlite_url: str) -> None:
+    with Store.open(ready_sqlite_url) as store:
         for engine in (store._database.engine, store._rdb.engine):
             with engine.connect() as connection:
                 pragmas = ("journal_mode", "synchronous", "foreign_keys", "busy_timeout")
                 result = [connection.execute(text(f"PRAGMA {name}")).scalar() for name in pragmas]
                 assert result == ["wal", 1, 1, 60_000]
-                other = sqlite3.connect(sqlite_url.removeprefix("sqlite:///"), timeout=0)
+                other = sqlite3.connect(ready_sqlite_url.removeprefix("sqlite:///"), timeout=0)
                 with pytest.raises(sqlite3.OperationalError, match="locked"):
                     other.execute("BEGIN IMMEDIATE")
                 other.close()
 
 
-def test_reading_does_not_wait_for_a_writer(sqlite_url: str) -> None:
-    with Store.open(sqlite_url) as store:
-        with sqlite3.connect(sqlite_url.removeprefix("sqlite:///"), isolation_level=None) as other:
+def test_reading_does_not_wait_for_a_writer(ready_sqlite_url: str) -> None:
+    with Store.open(ready_sqlite_url) as store:
+        with sqlite3.connect(ready_sqlite_url.removeprefix("sqlite:///"), isolation_level=None) as other:
             other.execute("BEGIN IMMEDIATE")
             assert store.find_profile("none") is None
             other.rollback()
@@ -167,15 +167,15 @@ def test_reading_does_not_wait_for_a_writer(sqlite_url: str) -> None:
 
 
 @pytest.mark.postgres
-def test_postgres_sessions_are_in_utc(postgres_url: str) -> None:
-    with Store.open(postgres_url) as store:
+def test_postgres_sessions_are_in_utc(ready_postgres_url: str) -> None:
+    with Store.open(ready_postgres_url) as store:
         for engine in (store._database.engine, store._rdb.engine):
             with engine.connect() as connection:
                 assert connection.execute(text("SHOW timezone")).scalar() == "UTC"
 
 
-def test_the_lock_keeps_threads_and_other_connections_out(url: str) -> None:
-    first, second = Database(url), Database(url)
+def test_the_lock_keeps_threads_and_other_connections_out(ready_url: str) -> None:
+    first, second = Database(ready_url), Database(ready_url)
     order: list[str] = []
 
     def other() -> None:
@@ -193,10 +193,10 @@ def test_the_lock_keeps_threads_and_other_connections_out(url: str) -> None:
     second.close()
 
 
-def test_optuna_reads_the_database_with_its_own_url(url: str) -> None:
-    with Store.open(url) as store:
+def test_optuna_reads_the_database_with_its_own_url(ready_url: str) -> None:
+    with Store.open(ready_url) as store:
         store.create_study("one", {})
-    storage = optuna.storages.RDBStorage(url)
+    storage = optuna.storages.RDBStorage(ready_url)
     assert optuna.get_all_study_names(storage) == ["one"]
     storage.remove_session()
     storage.engine.dispose()
@@ -221,21 +221,13 @@ def test_a_database_that_is_locked_while_optunas_tables_are_made_is_waited_for(
     assert len(made) == 2
 
 
-@pytest.fixture
-def ready(tmp_path: Path) -> str:
-    """Return the URL of a database with all tables."""
-    url = f"sqlite:///{tmp_path / 'ready.db'}"
-    Store.open(url).close()
-    return url
-
-
 def close(rdb: RDBStorage) -> None:
     rdb.remove_session()
     rdb.engine.dispose()
 
 
-def test_what_one_writes_the_other_reads(ready: str) -> None:
-    ours, optunas = open_optuna_tables(Database(ready)), RDBStorage(ready)
+def test_what_one_writes_the_other_reads(ready_sqlite_url: str) -> None:
+    ours, optunas = open_optuna_tables(Database(ready_sqlite_url)), RDBStorage(ready_sqlite_url)
     try:
         study = optuna.create_study(study_name="s", storage=ours)
         trial = study.ask({"x": optuna.distributions.FloatDistribution(0, 1)})
@@ -247,8 +239,8 @@ def test_what_one_writes_the_other_reads(ready: str) -> None:
 
 
 @pytest.mark.parametrize("damage", ["DROP TABLE trial_heartbeats", "DELETE FROM alembic_version"])
-def test_tables_that_are_not_ready_are_made_so_by_optuna(ready: str, damage: str) -> None:
-    database = Database(ready)
+def test_tables_that_are_not_ready_are_made_so_by_optuna(ready_sqlite_url: str, damage: str) -> None:
+    database = Database(ready_sqlite_url)
     with database.engine.begin() as connection:
         connection.execute(text(damage))
     rdb = open_optuna_tables(database)
@@ -258,8 +250,8 @@ def test_tables_that_are_not_ready_are_made_so_by_optuna(ready: str, damage: str
         close(rdb)
 
 
-def test_another_schema_is_refused(ready: str) -> None:
-    database = Database(ready)
+def test_another_schema_is_refused(ready_sqlite_url: str) -> None:
+    database = Database(ready_sqlite_url)
     with database.engine.begin() as connection:
         connection.execute(text("UPDATE alembic_version SET version_num = 'v9.0.0.a'"))
     with pytest.raises(StorageUrlError, match=r"schema v9\.0\.0\.a.*install a newer Optuna"):

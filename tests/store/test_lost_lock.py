@@ -31,15 +31,15 @@ def cut_locks(database: Database) -> None:
 
 
 @pytest.fixture
-def mine(postgres_url: str) -> Iterator[Database]:
-    database = Database(postgres_url)
+def mine(ready_postgres_url: str) -> Iterator[Database]:
+    database = Database(ready_postgres_url)
     yield database
     database.close()
 
 
 @pytest.fixture
-def others(postgres_url: str) -> Iterator[Database]:
-    database = Database(postgres_url)
+def others(ready_postgres_url: str) -> Iterator[Database]:
+    database = Database(ready_postgres_url)
     yield database
     database.close()
 
@@ -92,11 +92,11 @@ def cut_all_but(database: Database, pid: int) -> None:
 
 
 def test_a_budget_is_kept_where_the_lock_is_lost_between_the_count_and_the_ask(
-    postgres_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ready_postgres_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "train.py").write_text("")
     within_budget, counts = Proposals._within_budget, list[bool]()
-    with Store.open(postgres_url) as store, Store.open(postgres_url) as other:
+    with Store.open(ready_postgres_url) as store, Store.open(ready_postgres_url) as other:
 
         def counted(proposals: Proposals) -> bool:
             counts.append(within_budget(proposals))

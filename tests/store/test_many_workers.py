@@ -34,10 +34,10 @@ def load(store: Store) -> optuna.Study:
     return optuna.load_study(study_name=STUDY, storage=store.storage)
 
 
-def test_a_killed_workers_trial_is_enqueued_once_by_two_that_look(url: str, actor: ActorFactory) -> None:
-    victim = actor("holds", url)
+def test_a_killed_workers_trial_is_enqueued_once_by_two_that_look(ready_url: str, actor: ActorFactory) -> None:
+    victim = actor("holds", ready_url)
     victim.wait_ready()
-    searchers = [actor("reclaims", url) for _ in range(2)]
+    searchers = [actor("reclaims", ready_url) for _ in range(2)]
     for searcher in searchers:
         searcher.wait_ready()
     victim.process.send_signal(signal.SIGKILL)
@@ -46,7 +46,7 @@ def test_a_killed_workers_trial_is_enqueued_once_by_two_that_look(url: str, acto
         searcher.go()
     result = [number for item in searchers for number in json.loads(item.answer())]
     assert result == [0]
-    with Store.open(url) as store:
+    with Store.open(ready_url) as store:
         study = load(store)
         lost, copy = study.trials
         assert (lost.state, lost.user_attrs[attributes.OUTCOME]) == (TrialState.FAIL, "lost")
@@ -63,23 +63,23 @@ def test_a_killed_workers_trial_is_enqueued_once_by_two_that_look(url: str, acto
 
 
 @pytest.mark.postgres
-def test_the_server_restarts_in_the_middle(postgres_server: Any, postgres_url: str, actor: ActorFactory) -> None:
+def test_the_server_restarts_in_the_middle(postgres_server: Any, ready_postgres_url: str, actor: ActorFactory) -> None:
     if postgres_server.restart is None:
         pytest.skip("the server given by the environment is not ours to restart")
-    actors = [actor("claims", postgres_url, "40", "80") for _ in range(2)]
+    actors = [actor("claims", ready_postgres_url, "20", "40") for _ in range(2)]
     start_together(actors)
-    with Store.open(postgres_url) as store:
-        while store.find_study(STUDY) is None or len(load(store).trials) < 10:
+    with Store.open(ready_postgres_url) as store:
+        while store.find_study(STUDY) is None or len(load(store).trials) < 6:
             time.sleep(0.05)
         postgres_server.restart()
         before = len(load(store).trials)
-        assert before >= 10
+        assert before >= 6
         won = [key for item in actors for key in json.loads(item.answer())]
         study = load(store)
         complete = study.get_trials(states=(TrialState.COMPLETE,))
         assert len(study.trials) > before, "the restart came after the work was done"
         assert sorted(trial.user_attrs["key"] for trial in complete) == sorted(won)
-        assert len(won) == len(set(won)) == 80
+        assert len(won) == len(set(won)) == 40
 
 
 def test_a_full_disk_is_a_clear_error_and_leaves_the_study_whole(sqlite_url: str) -> None:

@@ -33,9 +33,9 @@ KEY = "key"
 
 
 @pytest.fixture
-def url(sqlite_url: str) -> str:
+def ready_url(ready_sqlite_url: str) -> str:
     """Return SQLite alone: of PostgreSQL are ``test_lost_lock`` and ``test_many_workers``."""
-    return sqlite_url
+    return ready_sqlite_url
 
 
 @pytest.fixture
@@ -253,8 +253,8 @@ def test_a_returned_trial_costs_no_retry(store: Store) -> None:
     assert study.trials[0].user_attrs[attributes.MESSAGE] == "the search was stopped"
 
 
-def test_a_frozen_worker_learns_that_its_trial_was_given_back(url: str) -> None:
-    with Store.open(url, heartbeat_interval_s=0.2, grace_s=1.0) as store:
+def test_a_frozen_worker_learns_that_its_trial_was_given_back(ready_url: str) -> None:
+    with Store.open(ready_url, heartbeat_interval_s=0.2, grace_s=1.0) as store:
         study_uuid, study = start(store)
         trial = run_trial(store, study, study_uuid)
         assert not store.heartbeat.is_lost(trial)
@@ -342,8 +342,8 @@ def test_a_turn_that_ends_with_the_database_waits_for_it_no_longer(
     assert len(attempts) == 1
 
 
-def test_a_frozen_worker_leaves_the_turn_to_whom_it_was_given(url: str) -> None:
-    with Store.open(url) as store:
+def test_a_frozen_worker_leaves_the_turn_to_whom_it_was_given(ready_url: str) -> None:
+    with Store.open(ready_url) as store:
         study_uuid, _ = start(store)
         with store.profile_turn(study_uuid) as mine:
             assert mine

@@ -95,20 +95,20 @@ def test_deleting_takes_all_but_the_profile(store: Store) -> None:
         store.delete_study("llama")
 
 
-def test_rows_of_a_study_deleted_with_optuna_are_collected_by_who_makes_studies_not_by_readers(url: str) -> None:
-    with Store.open(url) as store:
+def test_rows_of_a_study_deleted_with_optuna_are_collected_by_who_makes_studies_not_by_readers(ready_url: str) -> None:
+    with Store.open(ready_url) as store:
         record = store.create_study("gone", SPEC)
         fill(store, record.uuid)
         study = optuna.load_study(study_name="gone", storage=store.storage)
         store.heartbeat.add(study.ask())
-    storage = optuna.storages.RDBStorage(url)
+    storage = optuna.storages.RDBStorage(ready_url)
     optuna.delete_study(study_name="gone", storage=storage)
     storage.remove_session()
     storage.engine.dispose()
-    with Store.open(url, create=False) as store:
+    with Store.open(ready_url, create=False) as store:
         assert rows(store)["dsat_launches"] == 1
         assert not store.list_studies()
-    with Store.open(url) as store:
+    with Store.open(ready_url) as store:
         assert rows(store) == dict.fromkeys(TABLES, 0)
         assert store.create_study("gone", SPEC).uuid != record.uuid
 

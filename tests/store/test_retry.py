@@ -206,9 +206,9 @@ def test_a_lost_acknowledgement_does_not_undo_or_repeat_anything() -> None:
 
 
 @pytest.mark.postgres
-def test_a_trial_whose_commit_is_cut_is_there_once(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_whose_commit_is_cut_is_there_once(ready_postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Optuna creates it once more by itself after the errors that it knows: all later ones had other numbers."""
-    with Store.open(postgres_url) as store:
+    with Store.open(ready_postgres_url) as store:
         store.create_study("one", {})
         study = optuna.load_study(study_name="one", storage=store.storage)
         dialect = store._rdb.engine.dialect
@@ -253,12 +253,12 @@ def test_ask_and_tell_give_no_warning_about_heartbeats() -> None:
 
 
 @pytest.mark.postgres
-def test_a_server_that_is_read_only_for_a_while_is_waited_for(postgres_url: str) -> None:
+def test_a_server_that_is_read_only_for_a_while_is_waited_for(ready_postgres_url: str) -> None:
     """As after a failover: sessions stay read-only until they are closed."""
-    with Store.open(postgres_url) as store:
+    with Store.open(ready_postgres_url) as store:
         store.create_study("one", {})
         study = optuna.load_study(study_name="one", storage=store.storage)
-        with psycopg.connect(postgres_url.replace("+psycopg", ""), autocommit=True) as admin:
+        with psycopg.connect(ready_postgres_url.replace("+psycopg", ""), autocommit=True) as admin:
             name = admin.info.dbname
             admin.execute(f'ALTER DATABASE "{name}" SET default_transaction_read_only = on')
             for other in admin.execute("SELECT pid FROM pg_stat_activity WHERE datname = %s", [name]).fetchall():

@@ -37,14 +37,6 @@ def in_sqlite() -> None:
     """Have the bench's trials in SQLite, where other stores see them; in memory a study takes half the time."""
 
 
-@pytest.fixture(scope="session")
-def migrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a database with all tables, for copies: to make them takes as long as a small study."""
-    path = tmp_path_factory.mktemp("migrated") / "study.db"
-    Store.open(f"sqlite:///{path}").close()
-    return path
-
-
 @pytest.fixture
 def bench(request: pytest.FixtureRequest, tmp_path: Path, migrated: Path) -> Iterator[StudyBench]:
     """Return a bench on a new database, whose trials are in memory unless the test uses ``in_sqlite``."""
