@@ -13,7 +13,7 @@ import pytest
 import optuna_dsat
 from optuna_dsat.errors import ConfigError, UsageError
 from tests.harness.entry_points import DS_CONFIG, EntryPointBench, Run, bench, run_here
-from tests.harness.landscapes import Hill
+from tests.harness.landscapes import GIB, Hill
 
 __all__ = ["bench", "run_here"]
 
@@ -22,7 +22,9 @@ pytestmark = pytest.mark.usefixtures("bench")
 QUICK: dict[str, Any] = {"metric": "throughput", "cpu_ranks": 2, "max_trials": 2, "quiet": True, "confirm": 0}
 
 
-def test_a_dictionary_is_the_config_and_the_script_finds_it_in_a_file(bench: EntryPointBench, run_here: Run) -> None:
+def test_a_dictionary_is_the_config_and_the_script_finds_it_in_a_file_that_arguments_may_name(
+    bench: EntryPointBench, run_here: Run
+) -> None:
     bench.landscape = hill = Hill()
     result = optuna_dsat.tune("train.py", DS_CONFIG, method="random", **QUICK)
     assert all(config["optimizer"] == DS_CONFIG["optimizer"] for config in hill.configs)
@@ -37,11 +39,6 @@ def test_a_dictionary_is_the_config_and_the_script_finds_it_in_a_file(bench: Ent
     done = run_here("resume", result.study, "--max-trials", "3", "--quiet", "--json")
     assert done.returncode == 0, done.stderr
     assert sum(json.loads(done.stdout)["launches"].values()) == 3
-
-
-def test_the_arguments_of_the_script_may_name_the_file_of_a_dictionary() -> None:
-    optuna_dsat.tune("train.py", DS_CONFIG, method="random", **QUICK)
-    (written,) = Path("optuna-dsat-output").glob("ds_config-*.json")
     named = ["--deepspeed_config", str(written)]
     result = optuna_dsat.tune("train.py", DS_CONFIG, named, method="random", study="named", **QUICK)
     assert str(written) not in result.command
@@ -59,21 +56,28 @@ def test_a_dictionary_is_checked_as_a_file_is_and_nothing_is_written() -> None:
     assert sorted(Path().iterdir()) == before
 
 
-def test_one_stage_and_numbers_of_numpy(bench: EntryPointBench) -> None:
+def test_one_stage_one_knob_and_numbers_of_numpy(bench: EntryPointBench) -> None:
     bench.landscape = hill = Hill()
     fixed = {"overlap_comm": np.bool_(True), "reduce_bucket_size": np.int64(50_000_000)}
-    numbers = {"max_trials": np.int64(2), "random_seed": np.int32(3), "timeout": 600}
-    optuna_dsat.tune("train.py", Path("ds.json"), zero_stages=1, fix=fixed, **{**QUICK, **numbers})
-    tried = [config["zero_optimization"] for config in hill.configs if config["zero_optimization"].get("overlap_comm")]
+    numbers = {"max_trials": np.int64(2), "random_seed": np.int32(3), "timeout": 600, "device_memory": 8 * GIB}
+    words: dict[str, Any] = {"no_tune": "offload_optimizer", "arg_mapping": {"train_micro_batch_size_per_gpu": "--b"}}
+    places: dict[str, Any] = {"output_dir": bench.folder / "o", "enqueue_user_config": False}
+    optuna_dsat.tune(
+        "train.py",
+        Path("ds.json"),
+        method="random",
+        zero_stages=1,
+        fix=fixed,
+        **{**QUICK, **numbers},
+        **words,
+        **places,
+    )
+    tried = [config["zero_optimization"] for config in hill.configs[1:]]
     assert tried
     for zero in tried:
         assert (zero["stage"], zero["overlap_comm"], zero["reduce_bucket_size"]) == (1, True, 50_000_000)
-
-
-def test_a_lone_knob_is_a_list_of_one(bench: EntryPointBench) -> None:
-    bench.landscape = hill = Hill()
-    optuna_dsat.tune("train.py", "ds.json", method="random", no_tune="reduce_bucket_size", **QUICK)
-    assert not any("reduce_bucket_size" in config["zero_optimization"] for config in hill.configs)
+        assert not zero.get("offload_optimizer")
+    assert bench.arguments == [bench.folder / "o" / "train-random"]
 
 
 @pytest.mark.parametrize(
