@@ -10,7 +10,6 @@ from optuna.trial import FrozenTrial
 
 from optuna_dsat.escape.markdown import Markdown, code, fenced, literal, table
 from optuna_dsat.escape.shell import folded
-from optuna_dsat.metrics import METRICS, PER_ELEMENT
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.facts import (
     MEANING,
@@ -43,6 +42,7 @@ from optuna_dsat.words import (
     metric_in_words,
     params_in_words,
     slot_time_in_words,
+    steps_in_words,
     things_in_words,
     times_in_words,
 )
@@ -212,7 +212,7 @@ def _commands(view: StudyView) -> str:
 
 
 def trial_note(view: StudyView, trial: FrozenTrial) -> str:
-    """Return the note of a launched trial: meaning of its outcome, advice, metrics and memory."""
+    """Return the note of a launched trial: meaning of its outcome, advice, speed, memory and launches."""
     attrs = trial.user_attrs
     outcome = Outcome(attrs.get(attributes.OUTCOME, Outcome.LOST))
     what, advice = MEANING[outcome]
@@ -221,18 +221,13 @@ def trial_note(view: StudyView, trial: FrozenTrial) -> str:
     parts = [f"## {literal(title)}{own}", f"**{outcome.value.replace('_', ' ')}**: {what}", _speed(view, trial)]
     message = attrs.get(attributes.MESSAGE, "")
     report = view.last_report(trial)
-    if message:
+    if message and outcome is not Outcome.MEASURED:
         parts.append(f"Message: {code(message)}")
     if advice:
         parts.append(f"What to do: {advice}")
     if report is not None and report.error_excerpt.strip() not in ("", message):
         parts.append(fenced(report.error_excerpt))
-    parts += [_figures(view, trial), _launches(view, trial)]
-    if attributes.OVERLAY in attrs:
-        parts += [
-            "Laid over the config that the script passes (null removes a key):",
-            json_block(attrs[attributes.OVERLAY]),
-        ]
+    parts += [literal(steps_in_words(**attributes.step_facts(trial))), _peak(view, trial), _launches(view, trial)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -249,26 +244,13 @@ def _speed(view: StudyView, trial: FrozenTrial) -> str:
     return text
 
 
-def _figures(view: StudyView, trial: FrozenTrial) -> str:
-    attrs = trial.user_attrs
-    rows = [
-        (name, metric_in_words(name, value, device=view.spec.device))
-        for name, value in attrs.get(attributes.METRICS, {}).items()
-        if name in (*METRICS, *PER_ELEMENT) and value > 0
-    ]
-    if attributes.STEPS_COMPLETED in attrs:
-        rows.append((attributes.STEPS_COMPLETED, str(attrs[attributes.STEPS_COMPLETED])))
-    if attributes.SKIPPED_STEPS in attrs:
-        rows.append(("steps skipped by the loss scaler, not counted", str(attrs[attributes.SKIPPED_STEPS])))
-    if attributes.INPUT_VARIATION in attrs:
-        rows.append(("inputs vary in size from step to step by", f"{attrs[attributes.INPUT_VARIATION]:.0%}"))
-    if attrs.get(attributes.PEAK_BYTES, 0) > 0:
-        rows.append(("peak memory of the worst rank", bytes_in_words(attrs[attributes.PEAK_BYTES])))
-    if attributes.PREDICTED_PEAK_BYTES in attrs:
-        rows.append(("peak memory, predicted at proposal", bytes_in_words(attrs[attributes.PREDICTED_PEAK_BYTES])))
-    if view.profiled is not None:
-        rows.append(("device memory per rank", bytes_in_words(view.profiled.profile.device_memory_bytes)))
-    return table(("in the search", ""), rows) if rows else ""
+def _peak(view: StudyView, trial: FrozenTrial) -> str:
+    attrs, shown = trial.user_attrs, {}
+    shown["of the fullest rank"] = attrs.get(attributes.PEAK_BYTES, 0)
+    shown["predicted at proposal"] = attrs.get(attributes.PREDICTED_PEAK_BYTES, 0)
+    shown["of the device"] = 0 if view.profiled is None else view.profiled.profile.device_memory_bytes
+    known = [f"{bytes_in_words(count)} {what}" for what, count in shown.items() if count > 0]
+    return f"Peak memory: {', '.join(known)}." if known else ""
 
 
 def _launches(view: StudyView, trial: FrozenTrial) -> str:
