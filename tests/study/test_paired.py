@@ -9,7 +9,7 @@ import statistics
 import pytest
 
 from optuna_dsat.metrics import Interval
-from optuna_dsat.study.confirm.rounds import Noise, is_precise, mean_in_rounds, paired_ratio, pooled_noise
+from optuna_dsat.study.confirm.rounds import is_precise, mean_in_rounds, noise_of_rounds, paired_ratio
 from tests.harness import present
 
 
@@ -46,8 +46,8 @@ def test_the_interval_still_covers_it_where_rounds_end_once_it_is_narrow(noise: 
         for rounds in range(1, 61):
             for number, own in values.items():
                 own[rounds] = (11.0 if number == 1 else 10.0) * math.exp(rng.gauss(0, noise))
-            ratio = paired_ratio(values[1], values[0], maximize=True)
-            if rounds >= 3 and ratio is not None and is_precise(ratio, pooled_noise(values, reference=0)):
+            ratio = paired_ratio(values[1], values[0], maximize=True, noise=noise_of_rounds(values))
+            if rounds >= 3 and ratio is not None and is_precise(ratio):
                 break
         covered.append(covers(ratio, 1.1))
         ended.append(rounds)
@@ -85,20 +85,44 @@ def test_noise_is_what_launches_differ_by_and_not_what_the_machine_drifts_by() -
     values = {
         number: {item: level * math.exp(rng.gauss(0, 0.03)) for item, level in shared.items()} for number in range(3)
     }
-    noise = present(pooled_noise(values, reference=0))
+    noise = present(noise_of_rounds(values))
     assert noise.relative_sd == pytest.approx(0.03, rel=0.1)
     assert (noise.launches, noise.degrees) == (600, 398)
 
 
 def test_noise_needs_two_rounds() -> None:
-    assert pooled_noise({0: {1: 1.0}, 1: {1: 2.0}}, reference=0) is None
-    assert pooled_noise({0: {1: 1.0, 2: 1.0}, 1: {1: 2.0, 2: 2.0}}, reference=0) == Noise(
-        relative_sd=0.0, launches=4, degrees=1
-    )
+    assert noise_of_rounds({}) is None
+    assert noise_of_rounds({0: {1: 1.0}, 1: {1: 2.0}}) is None
+    assert noise_of_rounds({0: {1: 1.0, 2: 3.0}, 1: {1: 2.0}, 2: {2: 5.0}}) is None
+    noise = present(noise_of_rounds({0: {1: 1.0, 2: 3.0}, 1: {1: 2.0, 2: 6.0}, 2: {2: 5.0}}))
+    assert noise.relative_sd == pytest.approx(0.0, abs=1e-12)
+    assert (noise.launches, noise.degrees) == (5, 1)
+
+
+def test_the_launches_of_all_configurations_tell_the_interval_of_two() -> None:
+    rng = random.Random(2)
+    covered, halves = [], dict[bool, list[float]]()
+    for _ in range(1000):
+        values = {number: {item: math.exp(rng.gauss(0, 0.03)) for item in range(3)} for number in range(4)}
+        for pooled in (False, True):
+            noise = noise_of_rounds(values) if pooled else None
+            ratio = present(paired_ratio(values[1], values[0], maximize=True, noise=noise))
+            halves.setdefault(pooled, []).append(ratio.half_width)
+        covered.append(covers(ratio, 1.0))
+    assert 0.93 < statistics.fmean(covered) < 0.97
+    assert statistics.fmean(halves[True]) < 0.65 * statistics.fmean(halves[False])
+
+
+def test_of_two_configurations_the_noise_is_that_of_their_ratios() -> None:
+    values = {0: {1: 1.0, 2: 1.1, 3: 1.2}, 1: {1: 2.0, 2: 2.0, 3: 2.5, 4: 9.0}}
+    alone = present(paired_ratio(values[1], values[0], maximize=True))
+    pooled = present(paired_ratio(values[1], values[0], maximize=True, noise=noise_of_rounds(values)))
+    assert (pooled.value, pooled.rounds) == (alone.value, alone.rounds)
+    assert pooled.low == pytest.approx(alone.low)
+    assert pooled.half_width == pytest.approx(alone.half_width)
 
 
 def test_a_large_speed_up_need_not_be_known_to_the_percent() -> None:
-    noise = Noise(relative_sd=0.01, launches=12, degrees=8)
     large, small = (Interval(value=x, low=x * 0.93, high=x * 1.07, rounds=3) for x in (10.0, 1.5))
-    assert is_precise(large, noise)
-    assert not is_precise(small, noise)
+    assert is_precise(large)
+    assert not is_precise(small)

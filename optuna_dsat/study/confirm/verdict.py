@@ -27,9 +27,9 @@ from optuna_dsat.study.confirm.rounds import (
     Undecided,
     mean_in_rounds,
     mean_metrics,
+    noise_of_rounds,
     noise_of_search,
     paired_ratio,
-    pooled_noise,
     warnings_of,
 )
 from optuna_dsat.study.profile.script import user_train_batch_size
@@ -213,7 +213,7 @@ class _Judge:
         if not self._in_rounds:  # the trial with most rounds, the earliest of several
             longest = max(self._eligible, key=lambda number: (len(self._values[number]), -number), default=None)
             self._reference = longest
-        self.noise = None if self._reference is None else pooled_noise(self._values, reference=self._reference)
+        self.noise = noise_of_rounds(self._values)
         self._estimate = self._estimated(rounds.estimate)
 
     def _estimated(self, searched: JointEstimate | None) -> JointEstimate | None:
@@ -284,7 +284,7 @@ class _Judge:
     def _against(self, number: int, other: int | None) -> Interval | None:
         if other is None:
             return None
-        return paired_ratio(self._values[number], self._values[other], maximize=self._maximize)
+        return paired_ratio(self._values[number], self._values[other], maximize=self._maximize, noise=self.noise)
 
     def _is_sure(self, number: int) -> bool:
         ratio = self._against(number, self._baseline)
