@@ -110,15 +110,8 @@ def observed_micro_batch(facts: LaunchFacts) -> int | None:
 
 def _failures(facts: LaunchFacts, *outcomes: Outcome) -> list[RankFailed]:
     """Return the failure records with one of ``outcomes``, earliest first."""
-    failures = [event for event in facts.of(RankFailed) if _outcome_of(event) in outcomes]
+    failures = [event for event in facts.of(RankFailed) if event.outcome in outcomes]
     return sorted(failures, key=lambda event: (event.time, event.rank))
-
-
-def _outcome_of(failed: RankFailed) -> Outcome:
-    try:
-        return Outcome(failed.outcome)
-    except ValueError:  # an outcome of a newer runtime
-        return Outcome.SCRIPT_ERROR
 
 
 def _from_record(record: RankFailed, text: str, *, cause: str = "") -> Verdict:
@@ -126,7 +119,7 @@ def _from_record(record: RankFailed, text: str, *, cause: str = "") -> Verdict:
     after = f" after {things_in_words(record.steps, 'step')}" if record.steps else ""
     excerpt = "\n".join(record.traceback.rstrip().splitlines()[-_EXCERPT_LINES:])
     return Verdict(
-        outcome=_outcome_of(record),
+        outcome=record.outcome,
         message=f"rank {record.rank}: {text}{where}{after}{cause and f': {cause}'}",
         error_excerpt=excerpt or f"{record.error_type}: {record.message}",
         missing_bytes=record.missing_bytes,
@@ -301,9 +294,6 @@ def _communication(facts: LaunchFacts) -> Verdict | None:
     if records:
         record = records[0]
         return _from_record(record, f"communication failed: {record.error_type}", cause=failure_line(record.message))
-    other = _failures(facts, *(set(Outcome) - {Outcome.COMMUNICATION_ERROR}))
-    if other:  # a runtime that records lost, stalled and similar outcomes
-        return _from_record(other[0], other[0].error_type, cause=failure_line(other[0].message))
     missing = [rank for rank in range(facts.slots) if not facts.events.get(rank)]
     if missing:
         return Verdict(

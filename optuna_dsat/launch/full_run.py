@@ -66,7 +66,9 @@ def run_full(
         folder = leavings.with_suffix("") if output_dir is None else Path(output_dir)
         directory = write_run_directory(request, folder, leavings=leavings)
         prepared = prepare_launch(request, directory, lease, pool=pool, base_env=os.environ, mark=mark)
-        agent = subprocess.Popen(prepared.argv, cwd=request.command.cwd, env=prepared.environ, stdout=stdout)
+        agent = subprocess.Popen(
+            prepared.argv(os.getpid()), cwd=request.command.cwd, env=prepared.environ, stdout=stdout
+        )
         received = _wait_in_foreground(agent)
         code = first_failure_code(directory.agent_record)
     if received:

@@ -4,7 +4,6 @@ The directory of a launch:
 
     trial-0007/
       ds_config.json      the launch's complete DeepSpeed config, ready to train with
-      overlay.json        overrides of the config that the script passes to DeepSpeed
       launch.json         the launch description that every rank reads
       command.json        the command, its working directory, its devices
       command.txt         the command as a line for a shell
@@ -35,6 +34,7 @@ from typing import Any
 from optuna_dsat.errors import DsatError
 from optuna_dsat.launch.protocol import LaunchReport, is_launch_id
 from optuna_dsat.runtime.files import set_aside, write_text_atomic
+from optuna_dsat.script.interpreter import module_command
 from optuna_dsat.secrecy.names import is_secret_name
 from optuna_dsat.secrecy.references import hidden_text, shell_join, without_secrets
 
@@ -139,7 +139,6 @@ class RunDirectory:
         return directory
 
     config = _Path("ds_config.json")
-    overlay = _Path("overlay.json")
     launch = _Path("launch.json")
     command_json = _Path("command.json")
     command_text = _Path("command.txt")
@@ -214,13 +213,16 @@ class PreparedLaunch:
     cwd: str
     python: str
     """Interpreter of the ranks."""
-    argv: Sequence[str]
-    """Command to start."""
     arguments: Sequence[str]
     """torchrun's arguments, without ``python -m torch.distributed.run``."""
     shown: tuple[str, ...]
     """The command as plain torchrun, without secrets."""
     environ: Mapping[str, str]
+
+    def argv(self, tuner_pid: int) -> list[str]:
+        """Return the command to start: torchrun by ``runtime/agent/torchrun.py``, which ends with the tuner."""
+        agent = module_command(self.python, "optuna_dsat.runtime.agent.torchrun")
+        return [*agent, str(self.directory.agent_record), str(tuner_pid), *self.arguments]
 
 
 RANK_VARIABLES = frozenset(

@@ -1,8 +1,7 @@
 """Events that a rank records, and their file; the format shared by training processes and the tuner.
 
 Each rank appends JSON lines to its own file in the run directory, one event per line, flushed immediately.
-Durations are in seconds, sizes in bytes, times are Unix times. Imports only the standard library and
-``runtime/files.py``.
+Durations are in seconds, sizes in bytes, times are Unix times. Both sides have the same version of this package.
 """
 
 from __future__ import annotations
@@ -10,10 +9,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.files import TEXT_CHARS, shortened, storable
 
 STEPS_SKIPPED = "steps_skipped"
@@ -269,7 +269,7 @@ class StepMeasured(Event, kind="step_measured"):
     """Whether the inputs contain tokens, so that ``elements`` is a token count."""
     steps_completed: int = 0
     """Batches that the training has completed, including batches before a resumed checkpoint and skipped steps. Passed
-    to ``dsat_reporting_context``, else counted by the engine; 0 from an older runtime."""
+    to ``dsat_reporting_context``, else counted by the engine."""
 
     @property
     def number(self) -> int:
@@ -300,8 +300,8 @@ class RankFinished(Event, kind="rank_finished"):
 class RankFailed(Event, kind="rank_failed"):
     """The script ended with an uncaught exception."""
 
-    outcome: str
-    """Value of ``optuna_dsat.outcome.Outcome`` that the exception is classified as."""
+    outcome: Outcome
+    """Classification of the exception."""
     phase: str
     """``script`` (before initialize), ``initialize``, ``forward``, ``backward``, ``step`` or ``between``."""
     error_type: str
@@ -312,6 +312,9 @@ class RankFailed(Event, kind="rank_failed"):
     steps: int
     """Global steps completed before the failure."""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "outcome", Outcome(self.outcome))  # from its value in a file
+
 
 def encode_event(event: Event) -> str:
     """Return the event as one JSON line, without the line break."""
@@ -319,16 +322,14 @@ def encode_event(event: Event) -> str:
 
 
 def decode_event(line: str) -> Event | None:
-    """Return the event of a JSON line; None if this version cannot read it.
+    """Return the event of a JSON line; None if there is none, as in a truncated line.
 
-    Unreadable lines are truncated, lack a field, or have a kind that only a newer runtime writes. Texts are made
-    ``storable`` and shortened to ``TEXT_CHARS``.
+    Texts are made ``storable`` and shortened to ``TEXT_CHARS``.
     """
     try:
         record: dict[str, Any] = json.loads(line)
         cls = _KINDS[record.pop("kind")]
-        known = {field_.name for field_ in fields(cls)}
-        return cls(**{key: _clean(value) for key, value in record.items() if key in known})
+        return cls(**{key: _clean(value) for key, value in record.items()})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 

@@ -315,7 +315,7 @@ class _RankProcess:
             RankFailed(
                 rank=self._rank.rank,
                 time=time.time(),
-                outcome=diagnosis.outcome.value,
+                outcome=diagnosis.outcome,
                 phase=self._state.phase,
                 error_type=type(error).__name__,
                 message=shortened(hidden_text(message_with_cause(error)), MESSAGE_CHARS),

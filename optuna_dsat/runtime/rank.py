@@ -7,7 +7,7 @@ import os
 import shutil
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -76,15 +76,14 @@ class LaunchPlan:
 
     @classmethod
     def load(cls, path: str | Path) -> LaunchPlan:
-        """Read the plan at ``path``; unknown keys (from a newer launcher) are ignored.
+        """Read the plan at ``path``.
 
         Raises:
             OSError: If the file cannot be read.
             ValueError: If it is not JSON.
         """
         record = json.loads(Path(path).read_text(encoding="utf-8"))
-        known = {f.name: record[f.name] for f in fields(cls) if f.name in record}
-        return cls(**{**known, "world": WorldPlan.from_record(record.get("world", {}))})
+        return cls(**{**record, "world": WorldPlan.from_record(record["world"])})
 
 
 MANUAL_INIT_ENV = "OPTUNA_DSAT_MANUAL_INIT_DISTRIBUTED"

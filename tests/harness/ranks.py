@@ -100,7 +100,6 @@ class WarmRanks:
                 python=sys.executable,
                 launch_id=f"launch-{self._count}",
                 mark=mark,
-                argv=(),
                 shown=(),
                 arguments=arguments,
                 environ={**without_pytest(environment), MARK_ENV: mark},

@@ -446,7 +446,7 @@ class _RankTimeline:
         return RankFailed(
             rank=0,
             time=0.0,
-            outcome=result.outcome.value,
+            outcome=result.outcome,
             phase="forward",
             error_type="SimulatedError",
             message=_message(result),

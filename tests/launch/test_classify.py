@@ -49,7 +49,7 @@ def failed(rank: int, outcome: str, *, time: float = 9.0, **fields: Any) -> Rank
         "missing_bytes": None,
         "steps": 0,
     }
-    return RankFailed(rank=rank, time=time, outcome=outcome, **{**values, **fields})
+    return RankFailed(rank=rank, time=time, outcome=Outcome(outcome), **{**values, **fields})
 
 
 def finished(rank: int, reason: str = "profile_done", steps: int = 5) -> RankFinished:
@@ -98,8 +98,6 @@ WORKER_KILLED = "DataLoader worker (pid 7) is killed by signal: Killed. "
         (facts(failed(0, INVALID), failed(1, INVALID)), Outcome.INVALID_CONFIG),
         (facts(failed(0, SCRIPT), failed(1, COMM)), Outcome.SCRIPT_ERROR),
         (facts(failed(0, COMM), failed(1, COMM)), Outcome.COMMUNICATION_ERROR),
-        (facts(failed(0, "a word of tomorrow"), None), Outcome.SCRIPT_ERROR),
-        (facts(failed(0, "stalled"), None), Outcome.STALLED),
         (facts(None, None, stop=PRUNE), Outcome.PRUNED),
         (facts(None, None, stop=ENOUGH), Outcome.MEASURED),
         (facts(failed(0, OOM), None, stop=ENOUGH), Outcome.OUT_OF_MEMORY),

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.launch.agent.command import agent_command, launch_environment, torchrun_command
+from optuna_dsat.launch.agent.command import launch_environment, prepare_launch, torchrun_command
 from optuna_dsat.launch.machine.devices import Device, cpu_devices
+from optuna_dsat.launch.machine.slots import SlotPool
 from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.script.interpreter import with_package
@@ -50,11 +51,14 @@ def test_the_command_is_the_golden_one(name: str, changes: dict[str, Any]) -> No
     assert "\n".join(command) + "\n" == (GOLDEN / name).read_text(encoding="utf-8")
 
 
-def test_the_agent_gets_the_arguments_of_torchrun() -> None:
-    command = torchrun_command(golden_request(python=sys.executable), directory=DIRECTORY)
-    agent = agent_command(command, record=Path("/run/agent.json"), tuner_pid=17)
-    assert agent[:6] == [sys.executable, "-P", "-m", "optuna_dsat.runtime.agent.torchrun", "/run/agent.json", "17"]
-    assert tuple(agent[6:]) == command[3:]
+def test_the_agent_gets_the_arguments_of_torchrun(tmp_path: Path) -> None:
+    pool, directory = SlotPool(cpu_devices(2)), RunDirectory.create(tmp_path, "trial-0007")
+    asked = golden_request(python=sys.executable)
+    prepared = prepare_launch(asked, directory, pool.take(2), pool=pool, base_env={}, mark="mark")
+    agent = prepared.argv(17)
+    module = [sys.executable, "-P", "-m", "optuna_dsat.runtime.agent.torchrun"]
+    assert agent[:6] == [*module, str(directory.agent_record), "17"]
+    assert tuple(agent[6:]) == torchrun_command(asked, directory=directory)[3:]
 
 
 def environment(base: dict[str, str], *, kind: str = "cpu", purpose: str = "trial", **options: Any) -> dict[str, str]:

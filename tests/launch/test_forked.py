@@ -122,7 +122,6 @@ def order(tmp_path: Path, **variables: str) -> PreparedLaunch:
         python=sys.executable,
         launch_id="trial-0000",
         mark="",
-        argv=(),
         shown=(),
         arguments=(),
         environ={**ENVIRON, **variables},

@@ -30,11 +30,11 @@ time.sleep(600)
 TUNER = """
 import signal, sys
 from pathlib import Path
-from optuna_dsat.launch.agent import command
+from optuna_dsat.launch.run_directory import PreparedLaunch
 from optuna_dsat.launch.machine.devices import cpu_devices
 from optuna_dsat.launch.full_run import run_full
 from tests.harness.launches import request
-command.agent_command = lambda *_, **__: [sys.executable, "-c", sys.argv[1]]
+PreparedLaunch.argv = lambda *_: [sys.executable, "-c", sys.argv[1]]
 def interrupt(number, frame):
     raise KeyboardInterrupt  # as the command line does
 signal.signal(signal.SIGTERM, interrupt)

@@ -230,7 +230,7 @@ def test_a_model_built_within_zero_init_climbs_to_zero_3(bench: StudyBench, monk
         failed = RankFailed(
             rank=0,
             time=0.0,
-            outcome="invalid_config",
+            outcome=Outcome.INVALID_CONFIG,
             phase="initialize",
             error_type=PartitionedModelError.__name__,
             message="within deepspeed.zero.Init",

@@ -158,11 +158,9 @@ class NodeAgent:
         self._say(
             "hello",
             name=name,
-            host=socket.gethostname(),
             machine=machine_id(),
             job=self._environ.get("SLURM_JOB_ID"),
             version=__version__,
-            time=time.time(),
         )
 
     @property

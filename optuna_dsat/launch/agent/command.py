@@ -24,7 +24,7 @@ from optuna_dsat.runtime.overlay import without_model
 from optuna_dsat.runtime.rank import LAUNCH_ENV, MANUAL_INIT_ENV, LaunchPlan
 from optuna_dsat.script.arg_mapping import map_arguments
 from optuna_dsat.script.command.interception import is_of_rank
-from optuna_dsat.script.interpreter import module_command, with_package
+from optuna_dsat.script.interpreter import with_package
 from optuna_dsat.secrecy.references import resolved, values_for, without_secrets
 
 _OWN_PREFIXES = ("OPTUNA_DSAT_", "PET_", "TORCHELASTIC_")
@@ -109,12 +109,6 @@ def _meeting(request: LaunchRequest, rendezvous: Rendezvous | None) -> tuple[str
         *("--master_port", str(rendezvous.port)),
         *("--rdzv_id", request.launch_id),
     )
-
-
-def agent_command(command: Sequence[str], *, record: Path, tuner_pid: int) -> list[str]:
-    """Return ``command`` (from ``torchrun_command``) run by ``runtime/agent/torchrun.py``; it ends with the tuner."""
-    python, _, _, *arguments = command
-    return [*module_command(python, "optuna_dsat.runtime.agent.torchrun"), str(record), str(tuner_pid), *arguments]
 
 
 def launch_environment(
@@ -212,7 +206,6 @@ def write_run_directory(
     if changes is None and leavings is not None and request.purpose != "full":
         request = in_own_folders(request, leavings)
     directory.write_json(directory.config, without_model(request.ds_config))
-    directory.write_json(directory.overlay, request.overlay)
     plan = _plan(request, directory)
     if changes is not None:
         plan = replace(plan, changes=dict(changes), world=WorldPlan())
@@ -251,7 +244,6 @@ def prepare_launch(
         directory=directory,
         cwd=request.command.cwd,
         python=request.command.interpreter,
-        argv=agent_command(command, record=directory.agent_record, tuner_pid=os.getpid()),
         arguments=tuple(command[3:]),
         shown=without_secrets(command),
         environ=environ,
@@ -262,7 +254,7 @@ def start_torchrun(prepared: PreparedLaunch) -> subprocess.Popen[bytes]:
     """Start a launch without a fork."""
     with prepared.directory.agent_log.open("wb") as log:
         return subprocess.Popen(
-            prepared.argv,
+            prepared.argv(os.getpid()),
             cwd=prepared.cwd,
             env=prepared.environ,
             stdin=subprocess.DEVNULL,

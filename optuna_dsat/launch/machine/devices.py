@@ -261,10 +261,8 @@ def cpu_devices(ranks: int) -> Devices:
     )
 
 
-def detect_devices(
-    *, environ: Mapping[str, str] | None = None, nvml: Nvml | None = None, cpu_ranks: int | None = None
-) -> Devices:
-    """Return the GPUs that this process may use, or CPU ranks, 2 by default, if it has none.
+def detect_devices(*, environ: Mapping[str, str] | None = None, nvml: Nvml | None = None) -> Devices:
+    """Return the GPUs that this process may use, or 2 CPU ranks if it has none.
 
     ``CUDA_VISIBLE_DEVICES`` is honoured. Its numbers are taken in the order of the PCI bus, which is also the order
     given to launches (``CUDA_DEVICE_ORDER=PCI_BUS_ID``); CUDA's default differs only between unlike GPUs. GPUs that do
@@ -272,10 +270,10 @@ def detect_devices(
 
     Raises:
         DeviceError: If the NVIDIA driver is loaded but neither it nor any visible GPU responds.
-        UsageError: If ``cpu_ranks`` is less than 1, or torch is built for GPUs of other vendors.
+        UsageError: If DeepSpeed is set to use GPUs of other vendors.
     """
     environ = os.environ if environ is None else environ
-    cpu = cpu_devices(DEFAULT_CPU_RANKS if cpu_ranks is None else cpu_ranks)
+    cpu = cpu_devices(DEFAULT_CPU_RANKS)
     if environ.get(VARIABLE, "0").strip() in ("", "-1") or environ.get("DS_ACCELERATOR") == "cpu":
         return cpu
     refuse_other_devices(environ)

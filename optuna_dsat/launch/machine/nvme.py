@@ -51,7 +51,7 @@ class Speed:
         return 2 / (1 / self.write_bytes_per_s + 1 / self.read_bytes_per_s)
 
 
-def measure(folder: Path, *, size_bytes: int = SIZE_BYTES, threads: int = _THREADS) -> Speed:
+def measure(folder: Path, *, size_bytes: int = SIZE_BYTES) -> Speed:
     """Write a file into a folder and read it back; return the throughput.
 
     The file is unlinked before the first write, so it never outlives this process, and has at most a tenth of the free
@@ -62,7 +62,7 @@ def measure(folder: Path, *, size_bytes: int = SIZE_BYTES, threads: int = _THREA
         OSError: If the folder cannot be written to, or the disk is full.
     """
     size_bytes = int(min(size_bytes, _SHARE * shutil.disk_usage(folder).free))
-    blocks = max(threads, size_bytes // _BLOCK_BYTES)
+    blocks = max(_THREADS, size_bytes // _BLOCK_BYTES)
     descriptor, name = tempfile.mkstemp(dir=folder, prefix=".optuna-dsat-speed-")
     os.close(descriptor)
     try:
@@ -70,10 +70,10 @@ def measure(folder: Path, *, size_bytes: int = SIZE_BYTES, threads: int = _THREA
     finally:
         Path(name).unlink()
     try:
-        write_s = _time(file, blocks, threads, write=True)
+        write_s = _time(file, blocks, write=True)
         if not direct:
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        read_s = _time(file, blocks, threads, write=False)
+        read_s = _time(file, blocks, write=False)
     finally:
         os.close(file)
     total = blocks * _BLOCK_BYTES
@@ -88,12 +88,12 @@ def _open(name: str) -> tuple[int, bool]:
         return os.open(name, os.O_RDWR), False
 
 
-def _time(file: int, blocks: int, threads: int, *, write: bool) -> float:
+def _time(file: int, blocks: int, *, write: bool) -> float:
     def work(first: int) -> None:
         with mmap.mmap(-1, _BLOCK_BYTES) as buffer:  # page-aligned, as direct I/O requires
             if write:
                 buffer.write(os.urandom(_BLOCK_BYTES))  # incompressible, since drives may compress
-            for block in range(first, blocks, threads):
+            for block in range(first, blocks, _THREADS):
                 done = 0
                 while done < _BLOCK_BYTES:
                     with memoryview(buffer) as view, view[done:] as rest:
@@ -101,8 +101,8 @@ def _time(file: int, blocks: int, threads: int, *, write: bool) -> float:
                         done += os.pwritev(file, [rest], at) if write else os.preadv(file, [rest], at)
 
     begun = time.perf_counter()
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(work, range(threads)))
+    with ThreadPoolExecutor(_THREADS) as pool:
+        list(pool.map(work, range(_THREADS)))
     if write:
         os.fsync(file)
     return max(1e-9, time.perf_counter() - begun)

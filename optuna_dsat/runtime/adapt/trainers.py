@@ -341,19 +341,15 @@ class LightningHook(TrainerHook):
 
     def callbacks(self) -> dict[str, Callable[[Any], None]]:
         """Return module name -> function to call with the module once it is imported."""
-        return {
-            "lightning.fabric.plugins.precision.deepspeed": self._fabric_precision_imported,
-            "lightning.fabric.strategies.deepspeed": self._strategy_imported,
-            "lightning.pytorch.plugins.precision.deepspeed": self._precision_imported,
-            "lightning.pytorch.strategies.deepspeed": self._trainer_strategy_imported,
-            "lightning.pytorch.trainer.trainer": self._trainer_imported,
-            # The same code in the separate packages lightning_fabric and pytorch_lightning.
-            "lightning_fabric.plugins.precision.deepspeed": self._fabric_precision_imported,
-            "lightning_fabric.strategies.deepspeed": self._strategy_imported,
-            "pytorch_lightning.plugins.precision.deepspeed": self._precision_imported,
-            "pytorch_lightning.strategies.deepspeed": self._trainer_strategy_imported,
-            "pytorch_lightning.trainer.trainer": self._trainer_imported,
-        }
+        result: dict[str, Callable[[Any], None]] = {}
+        for fabric in ("lightning.fabric", "lightning_fabric"):  # the second is a package with the same code
+            result[f"{fabric}.plugins.precision.deepspeed"] = self._fabric_precision_imported
+            result[f"{fabric}.strategies.deepspeed"] = self._strategy_imported
+        for pytorch in ("lightning.pytorch", "pytorch_lightning"):
+            result[f"{pytorch}.plugins.precision.deepspeed"] = self._precision_imported
+            result[f"{pytorch}.strategies.deepspeed"] = self._trainer_strategy_imported
+            result[f"{pytorch}.trainer.trainer"] = self._trainer_imported
+        return result
 
     def _strategy_imported(self, module: Any, *, without: str = "") -> None:
         """Apply the overlay to the config of every strategy, before its ZeRO stage is read."""

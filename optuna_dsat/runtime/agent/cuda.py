@@ -12,7 +12,6 @@ import ctypes
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 _DRIVER_LIBRARY = "libcuda.so.1"
@@ -28,11 +27,7 @@ _originals: dict[str, Any] = {}
 
 
 def driver_is_initialised() -> bool:
-    """Return whether this process has initialised the CUDA driver, so that no child forked from it can use CUDA.
-
-    Queries the driver's library if it is loaded. If that is not possible, an open ``/dev/nvidia-uvm`` decides, which
-    ``cuInit`` opens (not under WSL, nor on Jetson).
-    """
+    """Return whether this process has initialised the CUDA driver, so that no child forked from it can use CUDA."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return True
@@ -41,16 +36,6 @@ def driver_is_initialised() -> bool:
         return int(driver.cuCtxGetCurrent(ctypes.byref(ctypes.c_void_p()))) != _NOT_INITIALISED
     except OSError:
         return False  # not loaded, so never called
-    except AttributeError:
-        return _holds_memory_device()
-
-
-def _holds_memory_device() -> bool:
-    for descriptor in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            if str(descriptor.readlink()).startswith("/dev/nvidia-uvm"):
-                return True
-    return False
 
 
 @contextlib.contextmanager
