@@ -1,10 +1,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import site
 import sys
 import time
-import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -355,26 +354,25 @@ def test_packing_collects_wheels_for_the_other_machine_and_says_how_much_it_is(
     assert pack.main(["--into", str(tmp_path), "--limit-mb", "1"]) == 1
 
 
-def test_the_tested_packages_come_from_the_wheels_and_of_the_others_those_that_are_missing(
+def test_the_tested_packages_are_installed_from_the_wheels_before_those_of_the_machine_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wheels = tmp_path / "wheels"
-    wheels.mkdir()
-    wheel(wheels, "first_tested", "9.9", "no_such_need>=2", "pytest>=1", "packaging>=0")
-    wheel(wheels, "pytest", "9999.0")
-    wheel(wheels, "no_such_need", "2.0")
-    monkeypatch.setattr(command, "_TESTED", ("first-tested",))
-    python = command.environment(wheels, tmp_path / "env")
-    text = "from importlib.metadata import version as v; print(v('first_tested'), v('no_such_need'), v('pytest'))"
-    done = subprocess.run([python, "-c", text], capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert done.stdout.split() == ["9.9", "2.0", pytest.__version__]
-    assert command.environment(tmp_path / "nothing", tmp_path / "env") == python, "made once"
+    ran: list[list[str]] = []
 
+    def run(words: list[str], *, check: bool) -> None:
+        assert check
+        ran.append(words)
+        (tmp_path / "env" / "lib" / "python3.12" / "site-packages").mkdir(parents=True, exist_ok=True)
 
-def wheel(folder: Path, name: str, version: str, *needs: str) -> None:
-    info = f"{name}-{version}.dist-info"
-    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
-    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
-        archive.writestr(f"{info}/METADATA", "\n".join([*lines, *(f"Requires-Dist: {need}" for need in needs)]))
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        archive.writestr(f"{info}/RECORD", "")
+    monkeypatch.setattr("subprocess.run", run)
+    python = command.environment(tmp_path / "wheels", tmp_path / "env")
+    made, tested, needs = ran
+    assert made[1:3] == ["-m", "venv"]
+    pip = [str(python), "-m", "pip", "install", "--no-index", "--find-links", str(tmp_path / "wheels"), "--quiet"]
+    packages = ["deepspeed", "optuna", "optuna-dsat"]
+    assert tested == [*pip, "--ignore-installed", "--no-deps", *packages], "also where the machine has them"
+    assert needs == [*pip, *packages], "those that it lacks or has too old"
+    shown = "".join(path.read_text() for path in tmp_path.glob("env/lib/*/site-packages/machine-*.pth"))
+    assert all(path in shown for path in site.getsitepackages())
+    assert command.environment(tmp_path / "nothing", tmp_path / "env") == python
+    assert len(ran) == 3

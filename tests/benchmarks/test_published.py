@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from statistics import fmean
+from statistics import fmean, median, pstdev
 from typing import Any
 
 import pytest
@@ -15,10 +15,12 @@ from benchmarks.published_measurements import (
     compare,
     contrasts,
     deviations,
+    distributions,
     needless_savings,
     right_order,
     slopes,
 )
+from benchmarks.random_machines.draw import PUBLISHED, draw
 from optuna_dsat.guided import posterior
 
 TABLES = published_tables()
@@ -97,3 +99,22 @@ def test_the_factor_on_needless_savings_is_their_share_in_the_tables() -> None:
     shares = [fmean(ratio > 1 for ratio in ratios) for ratios in of_tables]
     assert fmean(shares) == pytest.approx(posterior._SELDOM)
     assert (sum(map(len, of_tables)), len(of_tables)) == (47, 10)
+
+
+def test_deviations_of_random_machines_are_drawn_from_published_measurements() -> None:
+    tables = {name: table for name, table in TABLES.items() if not table.set_aside}
+    results = [comparisons_of(name)[0] for name in tables]
+    values = distributions(results, {name: table.memory for name, table in tables.items()})
+    fitted = {name: (round(math.exp(median(values[name])), 2), round(pstdev(values[name]), 2)) for name in PUBLISHED}
+    assert fitted == PUBLISHED
+    seeds = range(200)
+    realistic = [item for item in map(draw, seeds) if item.realistic]
+    assert len(realistic) == 0.9 * len(seeds)
+    for stage in range(3):
+        slower = [
+            item.structure_times[stage + 1, False, False] / item.structure_times[stage, False, False]
+            for item in realistic
+        ]
+        assert min(slower) >= 1
+        spread = PUBLISHED[f"rate: stage {stage + 1} against {stage}"][1]
+        assert fmean(math.log(factor) ** 2 for factor in slower) == pytest.approx(spread**2, rel=0.25)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import math
 import statistics
 from pathlib import Path
 
@@ -14,14 +13,12 @@ import benchmarks.random_machines
 from benchmarks.named_landscapes import throughput
 from benchmarks.optimum import optimum, search_space
 from benchmarks.physics import Settings
-from benchmarks.published_measurements import distributions
 from benchmarks.random_machines.__main__ import main, read, seeds_of, table
-from benchmarks.random_machines.draw import PUBLISHED, draw
+from benchmarks.random_machines.draw import draw
 from benchmarks.random_machines.machine import machine_of, structure_of
 from benchmarks.search_efficiency import Result
 from optuna_dsat.config import ds_config
 from optuna_dsat.outcome import Outcome
-from tests.benchmarks.test_published import TABLES, comparisons_of
 
 SEEDS = range(200)
 
@@ -36,27 +33,6 @@ def test_nothing_of_the_tuners_cost_models_is_used() -> None:
     }
     assert imported
     assert not [name for name in imported if name.startswith(("optuna_dsat.cost", "optuna_dsat.guided"))]
-
-
-def test_deviations_are_drawn_from_published_measurements() -> None:
-    tables = {name: table for name, table in TABLES.items() if not table.set_aside}
-    results = [comparisons_of(name)[0] for name in tables]
-    values = distributions(results, {name: table.memory for name, table in tables.items()})
-    fitted = {
-        name: (round(math.exp(statistics.median(values[name])), 2), round(statistics.pstdev(values[name]), 2))
-        for name in PUBLISHED
-    }
-    assert fitted == PUBLISHED
-    realistic = [item for item in map(draw, SEEDS) if item.realistic]
-    assert len(realistic) == 0.9 * len(SEEDS)
-    for stage in range(3):
-        slower = [
-            item.structure_times[stage + 1, False, False] / item.structure_times[stage, False, False]
-            for item in realistic
-        ]
-        assert min(slower) >= 1
-        spread = PUBLISHED[f"rate: stage {stage + 1} against {stage}"][1]
-        assert statistics.fmean(math.log(factor) ** 2 for factor in slower) == pytest.approx(spread**2, rel=0.25)
 
 
 def test_effects_are_absent_or_strong_by_chance() -> None:
@@ -78,7 +54,7 @@ def test_effects_are_absent_or_strong_by_chance() -> None:
     assert max(item.profiled_activations for item in drawn) > 1.15
 
 
-@pytest.mark.parametrize("seed", [1, 17, 1003])
+@pytest.mark.parametrize("seed", [0, 1, 1003])
 def test_a_launch_and_the_enumeration_agree(seed: int) -> None:
     machine = machine_of(seed)
     own = machine.run(machine.user_config, machine.slots)

@@ -54,7 +54,7 @@ def test_a_peer_that_is_not_installed_is_left_out_by_name(
 
 
 def test_trials_in_memory_lead_to_the_same_launches_as_in_sqlite(tmp_path: Path) -> None:
-    in_memory, on_disk = (Rig(FAST, budget=10, noise=0.02, seed=3) for _ in range(2))
+    in_memory, on_disk = (Rig(TINY, budget=10, noise=0.02, seed=3) for _ in range(2))
     with ours.quick_store(tmp_path) as quick, Store.open(f"sqlite:///{tmp_path / 'real.db'}") as real:
         for rig, store in ((in_memory, quick), (on_disk, real)):
             ours.search("asha", rig, budget=10, seed=3, store=store)
