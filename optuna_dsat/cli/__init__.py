@@ -10,7 +10,6 @@ import contextlib
 import errno
 import gc
 import os
-import resource
 import shlex
 import signal
 import sys
@@ -45,14 +44,9 @@ Alembic imports Mako, and this module imports all of pygments, which takes a ten
 """
 _OBJECTS_BETWEEN_COLLECTIONS = 200_000
 """Threshold of the youngest generation: imports make no garbage, and collecting takes a tenth of the start-up time."""
-_NO_MEMORY = ("failed to map segment", "cannot allocate memory", "cannot map zero-fill pages")
-"""Messages of glibc's loader when out of memory (elf/dl-load.c, elf/dl-map-segments.h)."""
-
 EXIT_NO_READER = 1
 """Exit code for a closed stdout; typer's own."""
 
-_SHORT_FILES_BYTES = 2**24
-"""File size limit below which a failing command mentions the limit: databases and logs may be larger."""
 _STARTERS = ("bash", "mpirun", "python", "srun")
 """Programs that start a training, besides launchers."""
 _STUDY_OPTIONS = ("--study", "--name", "--study-name")
@@ -115,7 +109,7 @@ def _unwritable_stderr_ignored() -> Iterator[None]:
 
 
 def _report(error: DsatError) -> None:
-    text = f"{hidden_text(str(error))}{_short_files()}"
+    text = hidden_text(str(error))
     shown = one_line(text, limit_chars=LINE_CHARS) if isinstance(error, UsageError) else text
     _tell(shown)
     if isinstance(error, ScriptFailedError):
@@ -130,15 +124,7 @@ def _failed_file(error: OSError) -> str:
     """Return one line about a failed system call."""
     what = f"{error.filename}: " if error.filename is not None else ""
     intact = "What was stored before is intact; resume the study once this is repaired."
-    return f"{what}{error.strerror or error}.{_short_files()} {intact}"
-
-
-def _short_files() -> str:
-    """Return a sentence about a file size limit that may have caused a failure; empty without a limit."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if not 0 <= limit < _SHORT_FILES_BYTES:
-        return ""
-    return f" The limit of this shell (ulimit -f) lets no file grow beyond {limit} bytes."
+    return f"{what}{error.strerror or error}. {intact}"
 
 
 def _open_streams() -> None:
@@ -235,9 +221,7 @@ def _run(arguments: list[str]) -> NoReturn:
     except BrokenPipeError:  # the reader of stdout, such as `head`, has closed it
         _drop(sys.stdout)
         sys.exit(EXIT_NO_READER)
-    except (ImportError, MemoryError) as error:
-        if isinstance(error, ImportError) and not any(words in str(error).lower() for words in _NO_MEMORY):
-            raise
+    except MemoryError:
         _tell("The machine, or the limit of this shell (ulimit -v), has no memory left for the command itself.")
         sys.exit(DsatError.exit_code)
     except OSError as error:
