@@ -13,6 +13,7 @@ import pytest
 from optuna_dsat.doctor import config_check
 from optuna_dsat.errors import ConfigError
 from tests.harness.entry_points import leave
+from tests.harness.interceptor import intercept_here
 
 PLAIN = "import deepspeed\nimport argparse\ndeepspeed.initialize()\n"
 
@@ -31,6 +32,7 @@ def probes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Mapping[str,
         return {"version": "1", "refused": [], "asked": {}, "quoted": [], "models": {}, "choices": {}}
 
     monkeypatch.setattr(config_check, "run_probe", run_probe)
+    monkeypatch.setattr("optuna_dsat.script.command.launch_command.intercept", intercept_here)
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(PLAIN, encoding="utf-8")
     return given

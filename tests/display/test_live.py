@@ -155,7 +155,7 @@ def test_a_retry_is_no_further_launch_and_a_dropped_trial_leaves() -> None:
     assert state.in_flight == ()
 
 
-@pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 200])
+@pytest.mark.parametrize("width", [20, 50, 80, 200])
 def test_no_line_is_wider_than_the_terminal(state: LiveState, width: int) -> None:
     lines = shown(state, 25.0, width=width).splitlines()
     assert max(len(line) for line in lines) <= width
@@ -166,7 +166,7 @@ def test_no_line_is_wider_than_the_terminal(state: LiveState, width: int) -> Non
     assert width < 46 or words.count("s") == 2, "both have a running clock"
 
 
-@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("width", [60, 120])
 def test_nothing_is_cut_in_the_middle_of_a_word(state: LiveState, width: int) -> None:
     words = "ZeRO 3 + parameter offload and optimizer offload, micro-batch 128; stage3_max_live_parameters=5e8"
     speed = Speed(metric="throughput", value=100.0, samples_per_s=100.0)
@@ -305,9 +305,6 @@ def test_the_second_signal_leaves_at_once_and_says_how_to_go_on(capfd: pytest.Ca
     [
         (signal.SIGTERM, signal.SIGTERM),
         (signal.SIGTERM, signal.SIGHUP),
-        (signal.SIGHUP, signal.SIGHUP),
-        (signal.SIGUSR1, signal.SIGTERM),
-        (signal.SIGXCPU, signal.SIGXCPU),
         (signal.SIGINT, signal.SIGHUP),
     ],
 )
@@ -322,7 +319,7 @@ def test_what_is_told_again_is_no_second_request(first: signal.Signals, again: s
     assert left == [130]
 
 
-@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGQUIT, signal.SIGTERM])
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 def test_what_a_person_sends_after_ctrl_c_is_one(second: signal.Signals) -> None:
     left: list[int] = []
     stopping = Stopping(leave=left.append)
@@ -402,12 +399,12 @@ def test_ctrl_c_twice_stops_at_once(tmp_path: Path) -> None:
     assert attributes.OUTCOME  # what was in flight stays as it is until someone goes on: tests/store/test_reclaim.py
 
 
-@pytest.mark.parametrize("number", [signal.SIGQUIT, signal.SIGXCPU])
-def test_what_else_ends_a_process_ends_a_search_as_ctrl_c_does(tmp_path: Path, number: signal.Signals) -> None:
-    assert signal.SIGUSR1 in ENDING
+def test_what_else_ends_a_process_ends_a_search_as_ctrl_c_does(tmp_path: Path) -> None:
+    number = signal.SIGXCPU
+    assert {signal.SIGQUIT, signal.SIGUSR1, number} <= set(ENDING)
     with terminal(command(tmp_path, pause_s=0.1), width=130, NO_COLOR="1") as screen:
         screen.wait_for("2 running")
-        for _ in range(1 if number == signal.SIGQUIT else 2):
+        for _ in range(2):
             os.kill(screen.pid, number)
         assert screen.wait() == 130
     assert f"{number.name} came." in screen.plain()

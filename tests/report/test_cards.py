@@ -23,7 +23,7 @@ from optuna_dsat.report.view import StudyView
 from optuna_dsat.report.write import rows_of
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH
-from optuna_dsat.words import count_in_words, metric_in_words, times_in_words
+from optuna_dsat.words import metric_in_words, times_in_words
 from tests.harness import present
 from tests.harness.landscapes import Hill
 from tests.harness.pages import Page
@@ -68,16 +68,6 @@ def test_speed_comes_first_as_samples_whatever_is_optimised(bench: ReportedStudy
     assert f"{scaled} to" in page.text
     assert "samples/s in rounds" in page.text
     assert all("samples/s" in str(plot(view).layout) for plot in (figures.plot_metric, figures.plot_progress))
-
-
-def test_trials_are_shown_with_the_speeds_that_were_predicted_and_measured(bench: ReportedStudyBench) -> None:
-    bench.run(bench.spec(method="guided", max_trials=4, confirm=0), Hill())
-    view = bench.view()
-    text = Page(render(view)).text
-    assert "samples/s predicted" in text
-    for trial in view.launched[1:]:
-        predicted, measured = trial.user_attrs[attributes.PREDICTED_VALUE], trial.values[0]
-        assert f" {count_in_words(predicted)} {count_in_words(measured)} " in text, trial.number
 
 
 def test_what_a_training_saves_is_told_where_the_data_is_known(view: StudyView, rendered: str) -> None:

@@ -57,11 +57,12 @@ def test_a_study_without_a_result_differs_in_no_setting_and_says_how_it_ended(tw
     assert settings
     failed = two.view("failed")
     assert [(row.name, row.cells[1:]) for row in setting_rows((failed, *views))] == settings
-    for text in (render_comparison((failed, *views)), render(failed), study_note(failed)):
-        assert "nothing could be measured: 2 out of memory" in html.unescape(Page(text).text)
-    assert "Launches ended with: rank 0: no memory left" in Page(render(failed)).text, "the launches are folded away"
-    assert "--max-trials 4" in Page(render(failed)).text, "its launches are spent"
-    assert "it has not" not in Page(render(failed)).text
+    page = Page(render(failed)).text
+    for text in (Page(render_comparison((failed, *views))).text, page, html.unescape(study_note(failed))):
+        assert "nothing could be measured: 2 out of memory" in text
+    assert "Launches ended with: rank 0: no memory left" in page, "the launches are folded away"
+    assert "--max-trials 4" in page, "its launches are spent"
+    assert "it has not" not in page
 
 
 def test_results_stand_side_by_side_with_their_ratio(two: ReportedStudyBench) -> None:

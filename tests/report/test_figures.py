@@ -29,11 +29,13 @@ from optuna_dsat.report.figures import (
     note_of,
 )
 from optuna_dsat.report.figures._metric import MEMORY_EDGE, curves_of
+from optuna_dsat.report.page import render
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.study.space import hardware_of
 from optuna_dsat.trials import attributes, lineage
-from optuna_dsat.words import bytes_in_words
+from optuna_dsat.words import bytes_in_words, count_in_words
 from tests.harness.landscapes import GIB, Hill
+from tests.harness.pages import Page
 from tests.harness.reports import ReportedStudyBench
 from tests.harness.simulated import SimulatedResult
 
@@ -102,7 +104,7 @@ def test_axes_name_their_units_and_times_are_shown_in_ms(view: StudyView) -> Non
     assert max(y for y in as_times.data[0].y) == pytest.approx(1000 * max(y for y in throughput.data[0].y))
 
 
-def test_the_memory_figure_has_the_peaks_that_were_predicted_at_proposal(bench: ReportedStudyBench) -> None:
+def test_figure_and_page_have_the_peaks_and_speeds_that_were_predicted_at_proposal(bench: ReportedStudyBench) -> None:
     """Every launch takes 12 GiB more than the formulas know of: predictions follow the launches before each trial."""
 
     def hungry(config: Mapping[str, Any]) -> SimulatedResult | None:
@@ -137,6 +139,11 @@ def test_the_memory_figure_has_the_peaks_that_were_predicted_at_proposal(bench: 
     assert drawn == {(predicted / GIB, measured / GIB) for predicted, measured in peaks.values()}
     assert f"half of the {len(peaks)} predictions were within" in note_of(figure)
     assert bytes_in_words(peaks[later[-1]][0]) in trial_note(view, view.trials[later[-1]])
+    text = Page(render(view)).text
+    assert "samples/s predicted" in text
+    for trial in view.measured:
+        if speed := trial.user_attrs.get(attributes.PREDICTED_VALUE):
+            assert f" {count_in_words(speed)} {count_in_words(trial.values[0])} " in text, trial.number
 
 
 def test_an_empty_history_says_so(view: StudyView) -> None:
