@@ -5,9 +5,8 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 
-from optuna_dsat.cli.parsing.parameters import say_written
+from optuna_dsat.cli.parsing.parameters import write
 from optuna_dsat.errors import UsageError
-from optuna_dsat.runtime.files import write_output
 
 TABLE = """\
 [tool.optuna-dsat]  # defaults of all commands; all options: optuna-dsat tune --help-all
@@ -44,8 +43,4 @@ def init() -> None:
         ) from None
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}.") from None
-    try:
-        write_output(path, text)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}.") from None
-    say_written(path)
+    write(path, text)

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from optuna_dsat.tuning.run import AtGpus
 
 _NOT_LISTED = frozenset({"script", "ds_config", "script_args", "dry_run", "json_output"})
-_BAR_CELLS = 40
-"""Width of the longest bar."""
 
 
 def show_result(result: StudyResult, *, as_json: bool, price: float | None = None) -> None:
@@ -136,24 +134,7 @@ def show_by_gpus(result: Sequence[AtGpus], *, best: StudyResult, as_json: bool =
         rows.append((row.gpus, all_, each, "-" if share is None else f"{share:.0%}", times, row.study))
     print(f"By number of {unit}s:")
     print_table(headings, rows, right=headings[:-1])
-    _print_bars(result, shares, unit=unit)
     say(f"Most samples/s in all: {best.study}. Train with it:\n  {best.command}")
-
-
-def _print_bars(rows: Sequence[AtGpus], shares: Sequence[float | None], *, unit: str) -> None:
-    """Print the throughput at each number of GPUs as a bar; a dot marks linear scaling."""
-    rates = ((row.gpus, row.samples_per_s, share) for row, share in zip(rows, shares, strict=True))
-    measured = [(gpus, rate, share) for gpus, rate, share in rates if rate and share]
-    if len(measured) < 2:
-        return
-    scale = _BAR_CELLS / max(max(rate, rate / share) for _, rate, share in measured)
-    say_prose(f"Scaling: samples/s with the number of {unit}s; the dot is where they would be if they grew with it.")
-    for gpus, rate, share in measured:
-        filled, dot = max(1, round(scale * rate)), max(1, round(scale * rate / share))
-        bar = ("#" * filled).ljust(max(filled, dot))
-        if dot > filled:
-            bar = bar[: dot - 1] + "."
-        say(f"{gpus:>6} {bar} {count_in_words(rate)}, {share:.0%}")
 
 
 def show_preview(spec: StudySpec, space: SearchSpace, preview: Mapping[str, Any]) -> None:

@@ -21,12 +21,11 @@ from optuna_dsat.cli.parsing.parameters import (
     confirm_replacing,
     opened,
     option,
-    say_written,
+    write,
 )
 from optuna_dsat.cli.tables import UNBOUNDED, notify, print_table
 from optuna_dsat.errors import StorageUrlError, UnreadableStudyError, UsageError
 from optuna_dsat.escape.terminal import plain, say, say_prose
-from optuna_dsat.runtime.files import write_output
 from optuna_dsat.secrecy.shapes import hidden_data
 from optuna_dsat.study.options.declaration import DEFAULT_STORAGE, stored_command
 
@@ -230,11 +229,7 @@ def best(
     else:
         text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
         confirm_replacing(output, is_ours=lambda old: _is_config_of(study, old))
-        try:
-            write_output(output, text)
-        except OSError as error:
-            raise UsageError(f"{output} cannot be written: {error.strerror}.") from None
-        say_written(output)
+        write(output, text)
 
 
 def _is_config_of(study: StoredStudy, text: str) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from optuna_dsat.doctor import libraries
 from optuna_dsat.doctor.finding import Finding, Status, finding_of
-from optuna_dsat.doctor.machine import device_findings, drive_finding, find_gpus, host_findings
+from optuna_dsat.doctor.machine import device_findings, drive_finding, find_gpus, host_findings, refused_accelerator
 from optuna_dsat.errors import DsatError, UsageError
 from optuna_dsat.launch.machine.devices import refuse_build
 from optuna_dsat.launch.machine.nvml import Nvml
@@ -70,8 +70,7 @@ def _other_builds(torch_version: str) -> list[Finding]:
     try:
         refuse_build(torch_version)
     except UsageError as error:
-        text, _, remedy = str(error).partition(". ")
-        return [finding_of("devices", "accelerator", f"{text}.", remedy, status=Status.PROBLEM)]
+        return [refused_accelerator(str(error))]
     return []
 
 

@@ -82,13 +82,18 @@ def device_findings(gpus: Gpus) -> Iterator[Finding]:
     for number, notice in enumerate(gpus.devices.notices, start=1):
         yield finding_of("devices", f"notice {number}", notice, status=Status.PROBLEM)
     if gpus.refused:
-        text, _, remedy = gpus.refused.partition(". ")
-        yield finding_of("devices", "accelerator", f"{text}.", remedy, status=Status.PROBLEM)
+        yield refused_accelerator(gpus.refused)
     if not gpus.count:
         yield _cpu(gpus.devices if gpus.devices.kind == "cpu" else cpu_devices(1), hidden=gpus.hidden > 0)
     if gpus.hidden:
         text = f"CUDA_VISIBLE_DEVICES or DS_ACCELERATOR hides {things_in_words(gpus.hidden, 'GPU')} of this machine."
         yield finding_of("devices", "hidden GPUs", text, data={"count": gpus.hidden}, status=Status.NOTE)
+
+
+def refused_accelerator(message: str) -> Finding:
+    """Return the finding on a device or a torch that no search uses, by the message of its refusal."""
+    text, _, remedy = message.partition(". ")
+    return finding_of("devices", "accelerator", f"{text}.", remedy, status=Status.PROBLEM)
 
 
 def _uuid_names(devices: Devices) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from optuna_dsat.metrics import LARGER_IS_BETTER
-from optuna_dsat.report.facts import Training, TrainingTime, training_times
+from optuna_dsat.report.facts import Training, TrainingTime, slot_seconds, training_times
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.store import StoredLaunch
 from optuna_dsat.study.confirm.loss_check import is_of_losses
@@ -217,51 +217,25 @@ def _search(view: StudyView) -> Iterator[Card]:
     beside = [f"{counts[what]} to {what}" for what in _BESIDE if counts[what]]
     used = f"{view.launches_used} of {view.spec.max_trials}"
     yield Card(heading="Launches", value=used, remark=f"and {', '.join(beside)}" if beside else "")
-    spent = account(view.launches)
-    if spent.wall_s > 0:
-        share = spent.idle_s / (spent.busy_s + spent.idle_s)
-        used = slot_time_in_words(spent.busy_s, view.spec.device)
-        remark = f"{used} of launches; devices were idle for {share_in_words(share)} of it"
-        yield Card(heading="Time of the search", value=duration_in_words(spent.wall_s), remark=remark)
+    if view.launches:
+        used = slot_time_in_words(slot_seconds(view.launches), view.spec.device)
+        spent = duration_in_words(search_seconds(view.launches))
+        yield Card(heading="Time of the search", value=spent, remark=f"{used} of launches")
 
 
 _PAUSE_S = 60.0
 """Minimum length of a gap on all slots that counts as a pause, in seconds ..."""
 _PAUSE_LAUNCHES = 5.0
 """... and in median launch durations; both must be exceeded."""
-_MIN_GAP_S = 0.01
-"""Shorter gaps are within the clock's error."""
-
 _Time = tuple[float, float]
 """Start and end, as Unix times in seconds."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SlotTime:
-    """Use of the time of all slots on which launches ran."""
-
-    wall_s: float
-    """Time from the start of the first launch to the end of the last, without pauses, in seconds."""
-    busy_s: float
-    """Slot-seconds of launches."""
-    idle_s: float
-    """Slot-seconds between launches."""
-
-
-def account(launches: Sequence[StoredLaunch]) -> SlotTime:
-    """Return the use of the slots' time, from the start of the first launch to the end of the last."""
-    held: dict[tuple[str, int], list[_Time]] = {}
-    reports = sorted((row.report for row in launches), key=lambda report: report.started_at)
-    times = [(report.started_at, report.started_at + report.held_s) for report in reports]
-    for report, time in zip(reports, times, strict=True):
-        for device in report.devices:
-            held.setdefault((report.host, device), []).append(time)
-    periods = list(_periods(times))
-    return SlotTime(
-        wall_s=sum(end - start for start, end in periods),
-        busy_s=sum(end - start for spans in held.values() for start, end in spans),
-        idle_s=sum(_idle_s(spans, period) for spans in held.values() for period in periods),
-    )
+def search_seconds(launches: Sequence[StoredLaunch]) -> float:
+    """Return the time from the start of the first launch to the end of the last, without pauses."""
+    reports = (row.report for row in launches)
+    times = sorted((report.started_at, report.started_at + report.held_s) for report in reports)
+    return sum(end - start for start, end in _periods(times))
 
 
 def _periods(times: Sequence[_Time]) -> Iterator[_Time]:
@@ -276,12 +250,3 @@ def _periods(times: Sequence[_Time]) -> Iterator[_Time]:
             begun = start
         over = max(over, end)
     yield begun, over
-
-
-def _idle_s(held: Sequence[_Time], period: _Time) -> float:
-    """Return the seconds of a period in which none of a slot's launches ran; ``held`` is sorted."""
-    at, gaps = period[0], []
-    for start, end in [*((start, end) for start, end in held if end > period[0] and start < period[1]), period[::-1]]:
-        gaps.append(start - at)
-        at = max(at, end)
-    return sum(gap for gap in gaps if gap > _MIN_GAP_S)

@@ -15,6 +15,7 @@ from optuna_dsat.cost import memory
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.secrecy.references import shell_join, without_secrets
+from optuna_dsat.store import StoredLaunch
 from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.space import epoch_samples, hardware_of
 from optuna_dsat.study.spec import StudySpec
@@ -79,6 +80,11 @@ def ranks_of_a_launch(view: StudyView) -> str:
     slots, each = spec.slots_per_trial, " each" * (spec.slots_per_trial > 1)
     limit = f", {bytes_in_words(spec.device_memory_bytes)}{each}" if spec.device_memory_bytes else ""
     return f"{things_in_words(slots, slot_name(spec.device))}{limit}"
+
+
+def slot_seconds(launches: Sequence[StoredLaunch]) -> float:
+    """Return the time that launches took, summed over their slots."""
+    return sum(row.report.held_s * len(row.report.devices) for row in launches)
 
 
 def advice_on(result: StudyResult) -> list[str]:

@@ -15,7 +15,7 @@ from optuna_dsat.config import ds_config
 from optuna_dsat.errors import UsageError
 from optuna_dsat.metrics import shares_of_linear, speed_up
 from optuna_dsat.report import figures
-from optuna_dsat.report.cards import account
+from optuna_dsat.report.cards import search_seconds
 from optuna_dsat.report.facts import (
     Training,
     fruitless_in_words,
@@ -284,7 +284,7 @@ def _tuned(view: StudyView) -> dict[str, str]:
         "method": view.spec.method,
         "metric": view.metric,
         "launches": f"{view.launches_used} of {view.spec.max_trials}",
-        "time of the search": duration_in_words(account(view.launches).wall_s),
+        "time of the search": duration_in_words(search_seconds(view.launches)),
         "ended": fruitless_in_words(view) if view.is_fruitless else ended,
         "begun": date_in_words(view.record.created_at),
         "database": view.storage_url,

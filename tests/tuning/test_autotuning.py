@@ -13,7 +13,6 @@ from unittest.mock import Mock
 import pytest
 
 import optuna_dsat
-from optuna_dsat.cli.show import _print_bars
 from optuna_dsat.config import user_file
 from optuna_dsat.config.autotuning_section import parse_autotuning
 from optuna_dsat.errors import DsatError
@@ -217,14 +216,6 @@ def test_a_sweep_that_cannot_run_is_refused_before_its_first_search(
     assert not (bench.folder / "optuna-dsat.db").exists()
 
 
-def test_samples_of_a_bar_are_written_as_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    """Beside a table with 17,890 samples/s a bar said 1.789e+04."""
-    made = [Mock(gpus=gpus, samples_per_s=rate) for gpus, rate in ((1, 17_890.0), (2, 41_310.0))]
-    _print_bars(made, (1.0, 1.15), unit="GPU")
-    bars = capsys.readouterr().out.splitlines()[-2:]
-    assert [bar.rpartition("# ")[2] for bar in bars] == ["17,890, 100%", "41,310, 115%"]
-
-
 @pytest.mark.usefixtures("bench", "two_gpus")
 def test_a_sweep_shows_how_samples_grow_and_repeats_nothing_when_typed_again(
     run_here: Run,
@@ -238,8 +229,6 @@ def test_a_sweep_shows_how_samples_grow_and_repeats_nothing_when_typed_again(
     assert rows[0][3].strip() == "100%"
     share = float(rows[1][2]) / float(rows[0][2])
     assert rows[1][3].strip() == f"{share:.0%}"
-    bars = [line for line in done.stdout.splitlines() if "#" in line and line.endswith(("100%", rows[1][3].strip()))]
-    assert len(bars) == 2
     assert "Side by side: optuna-dsat report train-random-1gpu train-random-2gpu" in done.stdout
     again = json.loads(run_here(*options, "--json").stdout)
     assert sum(again["launches"].values()) <= 3  # the profile, and two trials: those of the first run

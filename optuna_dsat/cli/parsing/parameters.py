@@ -15,7 +15,7 @@ import typer
 
 from optuna_dsat.errors import DsatError, UsageError
 from optuna_dsat.escape.terminal import say
-from optuna_dsat.runtime.files import stream_of
+from optuna_dsat.runtime.files import stream_of, write_output
 from optuna_dsat.study.options.declaration import DEFAULT_STORAGE, STORAGE_ENV
 
 if TYPE_CHECKING:
@@ -111,6 +111,15 @@ def confirm_replacing(path: Path, *, is_ours: Callable[[str], bool]) -> None:
     if not sys.stdin.isatty():
         raise UsageError(f"{path} exists and was not written by this command: remove it or choose another file.")
     typer.confirm(f"{path} exists and was not written by this command. Replace it?", abort=True, err=True)
+
+
+def write(path: Path, text: str) -> None:
+    """Write an output file and print its path; ``UsageError`` if it cannot be written."""
+    try:
+        write_output(path, text)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}.") from None
+    say_written(path)
 
 
 def say_written(path: Path) -> None:

@@ -20,6 +20,7 @@ from optuna_dsat.report.facts import (
     outcome_counts,
     ranks_of_a_launch,
     script_command_line,
+    slot_seconds,
     versions,
 )
 from optuna_dsat.report.view import StudyView
@@ -69,10 +70,9 @@ def study_note(view: StudyView) -> str:
 
 def _progress(view: StudyView) -> str:
     running = f", {view.running} running" if view.running else ""
-    seconds = sum(row.report.held_s * len(row.report.devices) for row in view.launches)
     return (
         f"{view.launches_used} of {things_in_words(view.spec.max_trials, 'launch')} made{running}; "
-        f"{slot_time_in_words(seconds, view.spec.device)} in all."
+        f"{slot_time_in_words(slot_seconds(view.launches), view.spec.device)} in all."
     )
 
 
