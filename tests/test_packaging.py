@@ -44,25 +44,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-def wheel_names(wheel: Path) -> set[str]:
-    return set(zipfile.ZipFile(wheel).namelist())
-
-
 def test_the_wheel_installs_and_runs(wheel: Path, tmp_path: Path) -> None:
     target = tmp_path / "installed"
-    install = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--no-deps",
-        "--no-index",
-        "--target",
-        str(target),
-        str(wheel),
-    ]
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index"]
+    install += ["--target", str(target), str(wheel)]
     subprocess.run(install, check=True, capture_output=True)
     code = "import optuna_dsat, optuna_dsat.samplers, optuna_dsat.pruners; print(optuna_dsat.__file__)"
     environment = {**os.environ, "PYTHONPATH": str(target)}
@@ -72,8 +57,8 @@ def test_the_wheel_installs_and_runs(wheel: Path, tmp_path: Path) -> None:
         assert done.stdout.startswith(str(target)) or "Usage: python -m optuna_dsat plan" in done.stdout
 
 
-def test_the_wheel_holds_exactly_what_the_tree_holds(wheel_names: set[str]) -> None:
-    expected = set()
+def test_the_wheel_holds_exactly_what_the_tree_holds(wheel: Path) -> None:
+    wheel_names, expected = set(zipfile.ZipFile(wheel).namelist()), set()
     for folder, shipped in SHIPPED.items():
         for name in tracked(folder):
             if name.endswith((".py", "py.typed")) or "/templates/" in name:
@@ -83,12 +68,6 @@ def test_the_wheel_holds_exactly_what_the_tree_holds(wheel_names: set[str]) -> N
             expected.add("optuna_dsat/migrations" + name.removeprefix("alembic"))
     code = {name for name in wheel_names if ".dist-info/" not in name}
     assert code == expected
-
-
-def test_the_migrations_folder_does_not_shadow_alembic(wheel_names: set[str]) -> None:
-    assert "optuna_dsat/migrations/env.py" in wheel_names
-    assert "optuna_dsat/migrations/__init__.py" not in wheel_names
-
-
-def test_the_wheel_carries_its_licence(wheel_names: set[str]) -> None:
+    assert "optuna_dsat/migrations/env.py" in code
+    assert "optuna_dsat/migrations/__init__.py" not in code, "the folder does not shadow alembic"
     assert any(name.endswith("licenses/LICENSE") for name in wheel_names)

@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 
 from optuna_dsat.cli import app, search
 from optuna_dsat.cli.init import TABLE
-from optuna_dsat.cli.parsing.options_file import OptionsFile
+from optuna_dsat.cli.parsing.options_file import OptionsFile, others_write
 from optuna_dsat.cli.parsing.rewriting import at_home, lift_option
 from optuna_dsat.study.spec import MethodOptions, StudySpec
 from optuna_dsat.tuning import prepare as tuning_prepare
@@ -271,23 +271,26 @@ OTHER = 12345
         (lambda file: file.parent.chmod(0o777), "can be written by every user"),
     ],
 )
-def test_settings_that_another_user_can_write_are_ignored_with_a_line(
-    seen: Seen,
-    bench: EntryPointBench,
-    capsys: pytest.CaptureFixture[str],
-    attack: Callable[[Path], None],
-    reason: str,
+def test_a_file_that_another_user_can_write_is_seen(
+    tmp_path: Path, attack: Callable[[Path], None], reason: str
+) -> None:
+    file = tmp_path / "pyproject.toml"
+    file.touch()
+    assert others_write(file) is None
+    attack(file)
+    assert str(others_write(file)).endswith(reason)
+
+
+def test_settings_that_another_user_can_write_are_ignored_with_a_line_unless_they_are_named(
+    seen: Seen, bench: EntryPointBench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = bench.folder / "pyproject.toml"
     file.write_text('[tool.optuna-dsat]\nmax-trials = 12\nenv = ["PYTHONPATH=/evil"]\n')
-    assert seen(*PLAIN).options.max_trials == 12
-    attack(file)
+    file.chmod(0o666)
     given = seen(*PLAIN)
     assert given.options.max_trials != 12
     assert not given.options.env
-    error = " ".join(capsys.readouterr().err.split())
-    assert f"{file} is ignored: " in error
-    assert reason in error
+    assert f"{file} is ignored: it can be written by every user" in " ".join(capsys.readouterr().err.split())
     assert seen("--options", str(file), *PLAIN).options.max_trials == 12
 
 

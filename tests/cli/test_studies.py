@@ -62,15 +62,6 @@ def test_why_nothing_was_measured_is_told(tmp_path: Path) -> None:
         assert [*result_lines(begun)] == ["Nothing was measured yet."]
 
 
-def test_an_empty_name_is_not_the_latest_study(tmp_path: Path) -> None:
-    """The variable in ``resume "$STUDY"`` may not be set."""
-    with Store.open(url := f"sqlite:///{tmp_path / 'study.db'}") as store:
-        bench = ReportedStudyBench(tmp_path, store)
-        bench.run(bench.spec(name="study", max_trials=2, confirm=0), Hill())
-    with pytest.raises(UsageError, match="There is no study ''"):
-        show(name="", storage=url)
-
-
 def test_a_list_of_nothing_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a database whose last study was deleted, ``studies`` printed headings."""
     url = f"sqlite:///{tmp_path / 'study.db'}"
@@ -97,6 +88,8 @@ def test_without_a_name_the_latest_study_is_taken(tmp_path: Path, capsys: pytest
             store.create_study(name, bench.spec(name=name).model_dump(mode="json"))
     show(storage=url)
     assert capsys.readouterr().out.startswith("Study ant: ")
+    with pytest.raises(UsageError, match="There is no study ''"):  # the variable in `resume "$STUDY"` may not be set
+        show(name="", storage=url)
     for command in (trials, export):
         command(storage=url)
         assert "zebra" not in capsys.readouterr().out
@@ -154,14 +147,13 @@ class Thirsty(Hill):
         return replace(super().run(ds_config, slots), power_w=10.0 * micro_batch**2)
 
 
-@pytest.mark.parametrize("confirm", [0, 2])
 def test_samples_per_joule_are_stored_and_shown_where_the_power_is_known(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], confirm: int
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     url = f"sqlite:///{tmp_path / 'study.db'}"
     with Store.open(url) as store:
         bench = ReportedStudyBench(tmp_path, store)
-        result = bench.run(bench.spec(max_trials=6, confirm=confirm), Thirsty())
+        result = bench.run(bench.spec(max_trials=6, confirm=2), Thirsty())
         page = write_report(store, "s", tmp_path / "report.html").read_text(encoding="utf-8")
     assert result is not None
     power_w = 10.0 * result.config["train_micro_batch_size_per_gpu"] ** 2
