@@ -134,7 +134,7 @@ def held(own: int, *, found: BatchSourcesFound | None = None, present: int | Non
 
     ``own`` are the rows per rank and forward pass that the engine was fed, ``present`` is the micro-batch of the user's
     config. The size is ``present`` if a number in the script confirms it, or if no number confirms the fed rows: the
-    engine is then fed in other units, such as views, pairs or packed sequences. Otherwise it is ``own``.
+    engine is then fed in other units, such as views, pairs or a row of packed sequences. Otherwise it is ``own``.
     """
     if found is None:
         return BatchRule(kind="held", own=own)
@@ -144,7 +144,7 @@ def held(own: int, *, found: BatchSourcesFound | None = None, present: int | Non
         return rule
     is_confirmed = any(map(_names_it, _of_size(found, present, fed=own, ranks=ranks)))
     if not is_confirmed and (
-        own % present or any(item.is_likely for item in _of_size(found, own, fed=own, ranks=ranks))
+        (own % present and own > 1) or any(item.is_likely for item in _of_size(found, own, fed=own, ranks=ranks))
     ):
         return rule
     return replace(rule, own=present, rows=Fraction(own, present).as_integer_ratio())

@@ -238,6 +238,22 @@ def test_rows_per_sample_are_proven_by_a_second_size(
     assert (None if rule is None else (rule.kind, rule.own, rule.rows)) == expected
 
 
+@pytest.mark.parametrize(("fed", "rows"), [(1, (1, 4)), (2, None)], ids=["packed", "follows the config"])
+def test_a_row_without_a_data_loader_is_proven_to_be_a_sample(
+    bench: StudyBench, fed: int, rows: tuple[int, int] | None
+) -> None:
+    class Fed(Record):
+        outcome = Outcome.MEASURED
+        batch_sources: Any = BatchSourcesFound(rank=0, time=1.0, options={}, fed_at=[{"file": "x.py", "line": 1}])
+
+    def launch(_: LaunchRequest) -> Any:
+        return Fed(fed), Fed(fed)
+
+    record: Any = Fed(1)
+    rule = batch_search.find_batch_rule(bench.spec(), launch, record, overlay=batch_overlay(1), present=4)
+    assert (None if rule is None else (rule.own, rule.rows)) == (rows and (4, rows))
+
+
 @pytest.mark.parametrize("own", [1, 4])
 @pytest.mark.parametrize(
     ("fed", "room", "expected", "launches"),

@@ -53,8 +53,11 @@ def find_batch_rule(
     is_settled = ds_config.MICRO_BATCH in (*(spec.fix or {}), *spec.kept_knobs) or bool(mapped)
     coincides = own == configured == present and not is_settled and record.trainer is None
     """Whether the script's own size was launched, so that it is unknown whether it follows the config."""
-    if engine is None or (own == configured and not coincides) or (own is None and (engine.pipeline or mapped)):
+    if engine is None or (own is None and (engine.pipeline or mapped)):
         return None
+    if own == configured and not coincides:
+        is_packed = present > 1 and not is_settled and _may_pack(record) and _stays(spec, launch, overlay=overlay)
+        return held(1, found=record.batch_sources, present=present) if is_packed else None
     if own is None:  # nothing was seen: what cannot be counted must not change
         return held(configured if ds_config.MICRO_BATCH in (spec.fix or {}) else present)
     samples = None if sources is None else samples_per_rank(sources, own=own)
@@ -99,6 +102,23 @@ def find_batch_rule(
             "--arg-mapping, or name none."
         )
     return held(own, found=sources, present=present, ranks=ranks)
+
+
+def _may_pack(record: LaunchRecord) -> bool:
+    """Whether a batch of a single row may be many samples in one sequence, and no data loader is known to feed it."""
+    sources, engine = record.batch_sources, record.engine
+    if record.observed_micro_batch != 1 or sources is None or engine is None or engine.pipeline:
+        return False
+    return record.trainer is None and not any(item["trains"] and item["batch_size"] for item in sources.loaders)
+
+
+def _stays(spec: StudySpec, launch: Launch, *, overlay: Mapping[str, Any]) -> bool:
+    """Whether the engine is fed a single row at a micro-batch of 2, too."""
+
+    def holds(proof: LaunchRecord, _: int) -> bool:
+        return proof.observed_micro_batch == 1
+
+    return _is_proven(spec, launch, name="profile-rows", overlay=overlay, own=1, holds=holds) is True
 
 
 def find_trainer(
