@@ -120,7 +120,7 @@ def _from_record(record: RankFailed, text: str, *, cause: str = "") -> Verdict:
     excerpt = "\n".join(record.traceback.rstrip().splitlines()[-_EXCERPT_LINES:])
     return Verdict(
         outcome=record.outcome,
-        message=f"rank {record.rank}: {text}{where}{after}{cause and f': {cause}'}",
+        message=f"rank {record.rank}: {f'{text}{where}{after}'.removesuffix(',')}{cause and f': {cause}'}",
         error_excerpt=excerpt or f"{record.error_type}: {record.message}",
         missing_bytes=record.missing_bytes,
         rank=record.rank,

@@ -12,8 +12,12 @@ from optuna_dsat.runtime.adapt.trainers import BF16_ENABLED, TRAINER_PRECISION
 from optuna_dsat.runtime.overlay import is_bf16
 
 STAGE = "zero_optimization.stage"
-MAPPABLE = (MICRO_BATCH, GRADIENT_ACCUMULATION, TRAIN_BATCH, STAGE)
-"""Keys of a DeepSpeed config that an option of the script may follow."""
+RANK_BATCH = "train_batch_size_per_gpu"
+"""Samples of a rank in a global step, for options that a script divides by its accumulation steps."""
+PASS_BATCH = "train_micro_batch_size"
+"""Samples of a forward pass on all ranks, for options that a script divides by its ranks."""
+MAPPABLE = (MICRO_BATCH, GRADIENT_ACCUMULATION, TRAIN_BATCH, RANK_BATCH, PASS_BATCH, STAGE)
+"""Keys of a DeepSpeed config that an option of the script may follow, and two that follow from them."""
 
 
 def parse_mappings(pairs: Mapping[str, str]) -> dict[str, str]:
@@ -51,6 +55,8 @@ def map_arguments(
         MICRO_BATCH: micro_batch,
         GRADIENT_ACCUMULATION: accumulation,
         TRAIN_BATCH: config.get(TRAIN_BATCH) or micro_batch * accumulation * world_size,
+        RANK_BATCH: micro_batch * accumulation,
+        PASS_BATCH: micro_batch * world_size,
         STAGE: zero_section(config).get("stage"),
     }
     result = list(args)

@@ -8,10 +8,11 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
-from optuna_dsat.config.ds_config import MICRO_BATCH, TRAIN_BATCH, BatchTriangle
+from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, BatchTriangle
 from optuna_dsat.config.record import Record
 from optuna_dsat.runtime.adapt.parsers import means_batch, means_elsewhere, means_length, names_training_batch
 from optuna_dsat.runtime.events import BatchSourcesFound
+from optuna_dsat.script.arg_mapping import PASS_BATCH, RANK_BATCH
 
 _MOST_GUESSES = 6
 """Maximum number of guesses; each costs a launch."""
@@ -31,7 +32,9 @@ class BatchRule(Record):
     option: str = ""
     """``option``: its name, such as ``--batch-size``; a name that ends with ``=`` is an override ``key=value``."""
     counts: str = MICRO_BATCH
-    """``option``, ``setting``: the DeepSpeed key with the same meaning: the micro-batch or the global batch."""
+    """``option``, ``setting``: the key with the same meaning (``arg_mapping.MAPPABLE``)."""
+    steps: int = 1
+    """``option``, ``setting``: accumulation steps that the script divides its number by."""
     file: str = ""
     """``setting``: the settings file; ``held``: the source that feeds the engine; ``loader``: that makes the loader."""
     key: str = ""
@@ -67,7 +70,7 @@ class BatchRule(Record):
         if self.kind == "loader":
             return {"kind": "loader", "own": self.own, **rows}
         if self.kind == "setting":
-            scale = ranks if self.counts == TRAIN_BATCH else 1
+            scale = _units(ranks, self.steps)[self.counts]
             return {"kind": "setting", "file": self.file, "key": self.key, "own": self.own, "scale": scale, **rows}
         return {"kind": "held", **rows} if self.kind == "held" else rows
 
@@ -82,6 +85,11 @@ class BatchRule(Record):
                 f"The script's batches differ in size from step to step ({least} to {most} samples in the first ones): "
                 f"they stay as the script makes them, the micro-batch stays {self.own}, and stage, offload and buckets "
                 "are tuned. Speed is in samples/s of the measured steps: a larger --end-profile-step averages more."
+            )
+        if self.kind == "held" and self.own * self.rows[0] == self.rows[1] != self.rows[0]:
+            return (
+                f"The engine is fed a single row at a batch size of {self.own}, as if the samples were packed into it: "
+                f"the micro-batch stays {self.own}, and stage, offload and buckets are tuned."
             )
         if self.kind == "held":
             return (
@@ -108,6 +116,14 @@ class BatchRule(Record):
         """Micro-batches must be multiples of this number to be fed as a whole number of rows."""
         return self.rows[1] if self.kind != "held" else 1
 
+    def holds_steps(self, *, accumulation_option: str, ranks: int) -> bool:
+        """Whether the accumulation steps must not change, because the script divides its number by its own steps.
+
+        With as many steps as ranks, the script may divide by either.
+        """
+        follows = self.kind == "option" and accumulation_option and (self.counts == TRAIN_BATCH or self.steps != ranks)
+        return self.steps > 1 and not follows
+
     def scaled(self, per_row: int) -> int:
         """Convert a quantity per row to a quantity per sample."""
         return per_row * self.rows[0] // self.rows[1]
@@ -123,10 +139,16 @@ class BatchRule(Record):
         """Return what to change in the script before its command trains with ``config``; empty if nothing."""
         if self.kind in ("config", "option", "held") or config.get(MICRO_BATCH) == self.own:
             return ""
-        size = config[self.counts]
+        ranks = config[TRAIN_BATCH] // (config[MICRO_BATCH] * config.get(GRADIENT_ACCUMULATION, 1))
+        size = config[MICRO_BATCH] * _units(ranks, self.steps)[self.counts]
         is_setting = self.kind == "setting"
         where = f"{self.key} in {self.file}" if is_setting else f"the batch size at {self.file}:{self.line}"
         return f"Set {where} to {size}: the script takes its batch size from there, and DeepSpeed does not change it."
+
+
+def _units(ranks: int, steps: int) -> dict[str, int]:
+    """Return the micro-batches in each key that counts samples."""
+    return {PASS_BATCH: ranks, RANK_BATCH: steps, TRAIN_BATCH: ranks * steps, MICRO_BATCH: 1}
 
 
 def held(own: int, *, found: BatchSourcesFound | None = None, present: int | None = None, ranks: int = 1) -> BatchRule:
@@ -156,25 +178,34 @@ def varying(own: int, *, sizes: Sequence[int]) -> BatchRule:
 
 
 def guesses(
-    sources: BatchSourcesFound, *, own: int, ranks: int, present: int | None = None, configured: int | None = None
+    sources: BatchSourcesFound,
+    *,
+    own: int,
+    ranks: int,
+    steps: int = 1,
+    present: int | None = None,
+    configured: int | None = None,
 ) -> list[BatchRule]:
     """Return candidate sources of the batch size, likeliest first: options, settings files, data loaders.
 
     If the engine was fed more rows (``own``) than ``present``, the micro-batch of the user's config, numbers equal to
     that micro-batch come first: each sample may be several rows (views, pairs, groups). ``configured`` is the
-    micro-batch of the profile launch, if the rows may be a multiple of it.
+    micro-batch of the profile launch, if the rows may be a multiple of it. ``steps`` are the script's accumulation
+    steps.
     """
-    as_config = [] if present is None or present == own else _of_size(sources, present, fed=own, ranks=ranks)
+    as_config = (
+        [] if present is None or present == own else _of_size(sources, present, fed=own, ranks=ranks, steps=steps)
+    )
     named = [rule for rule in as_config if _names_it(rule)]
     # A number that equals the rows is rather their number than a global batch of samples with several rows.
-    doubtful = [rule for rule in named if rule.counts == TRAIN_BATCH and rule.own * ranks == own]
+    doubtful = [rule for rule in named if rule.own * _units(ranks, rule.steps)[rule.counts] == own != rule.own]
     named = [rule for rule in named if rule not in doubtful]
     other = [
         rule
         for rule in as_config
         if not _names_it(rule) and rule.counts == MICRO_BATCH and not means_elsewhere(rule.name)
     ]
-    alike = _of_size(sources, own, fed=own, ranks=ranks)
+    alike = _of_size(sources, own, fed=own, ranks=ranks, steps=steps)
     smaller = [
         rule
         for size in sorted(_batch_sizes(sources) - {present or own, own}, reverse=True)
@@ -220,19 +251,23 @@ def _numbers(found: BatchSourcesFound) -> list[tuple[int, dict[str, Any]]]:
     return [*options, *settings]
 
 
+def _name(fields: Mapping[str, str]) -> str:
+    return fields.get("option") or fields["key"]
+
+
 def _batch_sizes(found: BatchSourcesFound) -> set[int]:
-    named = {value for value, name in _numbers(found) if names_training_batch(name.get("option") or name["key"])}
+    named = {value for value, name in _numbers(found) if names_training_batch(_name(name))}
     return named | {item["batch_size"] for item in found.loaders if item["trains"] and item["batch_size"] is not None}
 
 
-def _of_size(sources: BatchSourcesFound, size: int, *, fed: int, ranks: int) -> list[BatchRule]:
+def _of_size(sources: BatchSourcesFound, size: int, *, fed: int, ranks: int, steps: int = 1) -> list[BatchRule]:
     """Return candidate sources of a batch of ``size`` samples, likeliest first; not by names of sequence lengths."""
     rows = Fraction(fed, size).as_integer_ratio()
-    counts = {size * ranks: TRAIN_BATCH, size: MICRO_BATCH}
+    counts = {size * unit: key for key, unit in _units(ranks, steps).items()}
     matching = [
-        BatchRule(own=size, counts=counts[value], rows=rows, **name)
+        BatchRule(own=size, counts=key, steps=steps if key in (RANK_BATCH, TRAIN_BATCH) else 1, rows=rows, **name)
         for value, name in _numbers(sources)
-        if value in counts
+        if (key := counts.get(value)) and (value in (size, size * ranks) or means_batch(_name(name)))
     ]
     named = sorted(
         (rule for rule in matching if not means_length(rule.name)),

@@ -171,6 +171,11 @@ def test_memory_that_nccl_lacked_explains_what_the_other_ranks_lost(said: str, o
     assert words in verdict.message
 
 
+def test_memory_that_a_script_lacked_is_a_sentence_without_a_phase() -> None:
+    verdict = classify(facts(failed(0, "out_of_memory", missing_bytes=2**30, phase="script")))
+    assert verdict.message == "rank 0: out of memory, 1.00 GiB could not be allocated"
+
+
 def test_a_rank_that_aborted_explains_those_that_torchrun_ended() -> None:
     verdict = classify(facts(None, None, exit_codes={0: -signal.SIGTERM, 1: -signal.SIGABRT}))
     assert (verdict.rank, verdict.message) == (1, "rank 1: killed by SIGABRT")

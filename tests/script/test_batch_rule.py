@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from optuna_dsat.config.ds_config import MICRO_BATCH, TRAIN_BATCH, BatchTriangle
+from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, BatchTriangle
 from optuna_dsat.errors import UsageError
 from optuna_dsat.runtime.events import BatchSourcesFound
 from optuna_dsat.script.arg_mapping import map_arguments, parse_mappings
@@ -30,6 +31,25 @@ def test_an_option_may_count_the_samples_of_all_ranks() -> None:
     (rule,) = guesses(found(options={"--global-batch": 8}), own=4, ranks=2)
     assert rule.arg_mappings == {TRAIN_BATCH: "--global-batch"}
     assert guesses(found(options={"--batch": 8}), own=4, ranks=1) == []
+
+
+@pytest.mark.parametrize(("value", "grown"), [(4, 16), (8, 32), (12, 48), (24, 96)])
+def test_an_option_may_count_any_samples_of_a_step(value: int, grown: int) -> None:
+    """A script may divide it by its accumulation steps (3), its ranks (2) or both."""
+    (rule,) = guesses(found(options={"--batch": value}), own=4, ranks=2, steps=3)
+    config = {MICRO_BATCH: 16, GRADIENT_ACCUMULATION: 3}
+    assert map_arguments((), rule.arg_mappings, config, world_size=2) == ("--batch", str(grown))
+    setting = replace(rule, kind="setting", file="/a/run.yaml", key="batch")
+    assert setting.source(ranks=2)["scale"] * 16 == grown
+    assert f"to {grown}:" in setting.advice({**config, TRAIN_BATCH: 96})
+    assert not rule.holds_steps(accumulation_option="--accum", ranks=2)
+    assert setting.holds_steps(accumulation_option="--accum", ranks=2) is (value > 8)
+
+
+def test_the_steps_are_held_if_the_script_may_divide_by_its_steps_or_its_ranks() -> None:
+    (rule,) = guesses(found(options={"--batch": 8}), own=4, ranks=2, steps=2)
+    assert rule.holds_steps(accumulation_option="--accum", ranks=2)
+    assert guesses(found(options={"--epochs": 16}), own=4, ranks=2, steps=2) == []
 
 
 @pytest.mark.parametrize(
@@ -88,6 +108,7 @@ def test_a_rule_is_stored_whole() -> None:
     assert "--batch-size (now 4)" in rule.announcement(stated="auto")
     assert "--batch-size (now 4, not 8 as in the config)" in rule.announcement(stated=8)
     assert "the micro-batch stays 4" in held(4).announcement()
+    assert "a single row at a batch size of 4" in BatchRule(kind="held", own=4, rows=(1, 4)).announcement()
 
 
 def test_only_a_loader_that_feeds_the_engine_tells_how_much_data_there_is() -> None:

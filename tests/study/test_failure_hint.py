@@ -44,6 +44,12 @@ OFFLOAD = {"optimizer": {"type": "AdamW"}, "zero_optimization": {"offload_optimi
         ),
         ("RuntimeError: the mean is 0", AUTO, ""),
         (
+            "EOFError: EOF when reading a line",
+            AUTO,
+            ". The script asks a question on its standard input, which is empty in trials: answer it by an option, or "
+            "have it ask only if sys.stdin.isatty()",
+        ),
+        (
             "RuntimeError in initialize: self.dim() cannot be 0 to view Float as Byte (different element sizes)",
             {},
             ". DeepSpeed rejects the model: a parameter is a scalar. Give it a dimension, such as torch.ones(1)",

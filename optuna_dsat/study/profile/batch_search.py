@@ -16,7 +16,7 @@ from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.adapt.config import with_option
 from optuna_dsat.runtime.adapt.parsers import means_accumulation, means_stage
-from optuna_dsat.script.arg_mapping import STAGE
+from optuna_dsat.script.arg_mapping import PASS_BATCH, RANK_BATCH, STAGE
 from optuna_dsat.script.batch_rule import BatchRule, guesses, held, samples_per_rank, varying
 from optuna_dsat.script.trainer import ScriptTrainer, trainer_guesses
 from optuna_dsat.study.profile.script import follow_batch, follow_trainer
@@ -26,7 +26,7 @@ from optuna_dsat.study.spec import StudySpec
 Launch = Callable[[LaunchRequest], tuple[LaunchRecord, LaunchReport]]
 """Runs a launch to its end and reports it."""
 
-_BATCHES = (ds_config.MICRO_BATCH, ds_config.TRAIN_BATCH)
+_BATCHES = (ds_config.MICRO_BATCH, ds_config.TRAIN_BATCH, RANK_BATCH, PASS_BATCH)
 """Keys of the config whose options set the batch size."""
 
 
@@ -37,6 +37,7 @@ def find_batch_rule(
     *,
     overlay: Mapping[str, Any],
     present: int,
+    steps: int = 1,
 ) -> BatchRule | None:
     """Return the rule that sets the script's batch size; None if it already follows the DeepSpeed config, row by row.
 
@@ -74,7 +75,7 @@ def find_batch_rule(
             fed[size] = proof.observed_micro_batch
         return proof.observed_micro_batch == Fraction(*guess.rows) * size
 
-    possible = guesses(sources, own=own, ranks=ranks, present=present, configured=configured)
+    possible = guesses(sources, own=own, ranks=ranks, steps=steps, present=present, configured=configured)
     for index, guess in enumerate(possible):
         if mapped and guess.kind != "config":
             continue
@@ -87,7 +88,7 @@ def find_batch_rule(
             follow_batch(spec, replace(guess, rows=(1, 1)), ranks=ranks),  # a proof counts rows
             launch,
             name=f"profile-batch-{index}",
-            overlay=overlay,
+            overlay=overlay if guess.steps == 1 else {**overlay, ds_config.GRADIENT_ACCUMULATION: guess.steps},
             own=configured if guess.kind == "config" else guess.own,
             holds=partial(holds, guess=guess),
         )

@@ -198,7 +198,12 @@ def measure_profile(
             record.engine = replace(record.engine, config_differences={**parts, **record.engine.config_differences})
             _check_data(record, smallest=attempt.micro_batch)
             own = own_batch(spec, record)
-            batch = find_batch_rule(spec, proof, record, overlay=request.overlay, present=own.micro_batch)
+            batch = find_batch_rule(
+                *(spec, proof, record),
+                overlay=request.overlay,
+                present=own.micro_batch,
+                steps=own.gradient_accumulation_steps,
+            )
             trainer = find_trainer(spec, proof, record, overlay=request.overlay)
             profiled = _profiled(attempt, record, record.profile, record.engine, batch=batch, trainer=trainer)
             profiled = replace(
@@ -212,6 +217,9 @@ def measure_profile(
             )
             mapped = {**spec.script.arg_mappings, **({} if batch is None else batch.arg_mappings)}
             sources = record.batch_sources if ds_config.MICRO_BATCH in mapped else None
+            divides = batch is not None and batch.holds_steps(
+                accumulation_option=accumulation_option, ranks=profiled.data_parallel_size
+            )
             return replace(
                 profiled,
                 global_batch_option="" if sources is None else global_batch_option(sources, own),
@@ -221,9 +229,12 @@ def measure_profile(
                 only_zero_3=only_zero_3,
                 least_micro_batch=least if multiple == 1 else multiple,
                 micro_batch_multiple=multiple,
-                holds_accumulation=trainer is None
-                and not accumulation_option
-                and attempt.accumulation * record.passes_per_micro_batch == own.gradient_accumulation_steps > 1,
+                holds_accumulation=divides
+                or (
+                    trainer is None
+                    and not accumulation_option
+                    and attempt.accumulation * record.passes_per_micro_batch == own.gradient_accumulation_steps > 1
+                ),
             )
         # A later launch may set a value that the script has as well: only an earlier launch then shows the difference.
         parts = {**record.config_differences, **parts}
@@ -411,6 +422,11 @@ def failure_hint(spec: StudySpec, report: LaunchReport, record: LaunchRecord) ->
         return (
             f". {missing[1]} is set by another launcher: ranks are started as by torchrun and have RANK, LOCAL_RANK "
             "and WORLD_SIZE. Let the script read these where they are set"
+        )
+    if "EOF when reading a line" in report.message:
+        return (
+            ". The script asks a question on its standard input, which is empty in trials: answer it by an option, or "
+            "have it ask only if sys.stdin.isatty()"
         )
     passed = {key: values[0] for key, values in record.config_differences.items() if values[0] is not None}
     config = {**ds_config.flatten(spec.ds_config), **passed}
