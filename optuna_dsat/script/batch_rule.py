@@ -101,6 +101,7 @@ class BatchRule(Record):
         rows = "" if self.rows == (1, 1) else f" and feeds the engine {self._rows_in_words}"
         differs = isinstance(stated, int) and stated != self.own
         now = f"now {self.own}, not {stated} as in the config" if differs else f"now {self.own}"
+        now = now if self.counts == MICRO_BATCH else f"micro-batch {now}"
         place = f"its data loader ({Path(self.file).name}, line {self.line}, {now})"
         if self.kind != "loader":
             place = f"{self.option.rstrip('=') or f'{self.key} in {Path(self.file).name}'} ({now})"
@@ -228,12 +229,14 @@ def guesses(
     return [*[*named, *likely, *doubtful, *smaller, *other, *unlikely][: _MOST_GUESSES - len(follows)], *follows]
 
 
-def global_batch_option(found: BatchSourcesFound, own: BatchTriangle) -> str:
+def global_batch_option(found: BatchSourcesFound, own: BatchTriangle, *, micro_batch: int) -> str:
     """Return the option that is the global batch of a script with another option for the micro-batch; empty for none.
 
-    Such a script computes its accumulation steps from both: they are 0 if the micro-batch alone grows.
+    Such a script computes its accumulation steps from both: they are 0 if the micro-batch alone grows. ``micro_batch``
+    is the script's, which the config of ``own`` need not give.
     """
-    alike = (name for name, value in found.options.items() if value == own.train_batch_size != own.micro_batch)
+    global_batch = own.train_batch_size // own.micro_batch * micro_batch
+    alike = (name for name, value in found.options.items() if value == global_batch != micro_batch)
     return next(filter(names_training_batch, alike), "")
 
 

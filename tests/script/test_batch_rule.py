@@ -62,9 +62,15 @@ def test_the_steps_are_held_if_the_script_may_divide_by_its_steps_or_its_ranks()
 )
 def test_a_script_with_both_batch_sizes_is_given_both(options: dict[str, int], expected: str) -> None:
     own = BatchTriangle(train_batch_size=32, micro_batch=4, gradient_accumulation_steps=4)
-    assert global_batch_option(found(options=options), own) == expected
+    assert global_batch_option(found(options=options), own, micro_batch=4) == expected
     alone = BatchTriangle(train_batch_size=4, micro_batch=4, gradient_accumulation_steps=1)
-    assert global_batch_option(found(options=options), alone) == ""
+    assert global_batch_option(found(options=options), alone, micro_batch=4) == ""
+
+
+def test_a_micro_batch_is_no_global_batch_where_the_config_gives_none() -> None:
+    """On 8 ranks, ``--bs 8`` is the global batch of a micro-batch of 1, which a config without batch sizes has."""
+    unknown = BatchTriangle(train_batch_size=8, micro_batch=1, gradient_accumulation_steps=1)
+    assert global_batch_option(found(options={"--bs": 8}), unknown, micro_batch=8) == ""
 
 
 def test_an_option_with_the_number_of_rows_is_the_micro_batch_rather_than_a_global_batch_of_pairs() -> None:

@@ -222,7 +222,9 @@ def measure_profile(
             )
             return replace(
                 profiled,
-                global_batch_option="" if sources is None else global_batch_option(sources, own),
+                global_batch_option=""
+                if sources is None
+                else global_batch_option(sources, own, micro_batch=own.micro_batch if batch is None else batch.own),
                 start_s=record.outside_steps_s(report.held_s),
                 stage_option=stage_option,
                 accumulation_option=accumulation_option,
