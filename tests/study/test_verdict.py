@@ -105,6 +105,8 @@ def test_a_best_that_is_not_surely_faster_is_not_handed_over() -> None:
     assert text.startswith(
         "Nothing was confirmed to be faster than your config: 10 samples/s. The best other, trial 1 with a "
     )
+    alone = verdict_in_words(judged(TRIALS[:1], rounds_of({OWN: [10.0, 10.0]})), metric="throughput")[0]
+    assert alone == "Your config is all that was measured: 10 samples/s."
 
 
 def test_where_the_best_is_not_sure_one_that_surely_is_better_is_handed_over() -> None:

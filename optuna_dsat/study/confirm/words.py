@@ -61,6 +61,8 @@ def _answer(verdict: Verdict, *, metric: str, device: str) -> str:
     value = verdict.result.speed(metric=metric, device=device).text
     user = "" if verdict.baseline is None else verdict.baseline.speed(metric=metric, device=device).text
     name = "Your config" if verdict.is_baseline else f"Trial {verdict.result.number}"
+    if len(verdict.measured) == 1:
+        return f"{name} is all that was measured: {value}."
     if verdict.kind is VerdictKind.WINNER and verdict.speed_up is not None:
         return f"{name} is {ratio_in_words(verdict.speed_up, to='your config')}: {value} against {user}."
     if verdict.kind is VerdictKind.BASELINE_IS_BEST:
@@ -85,8 +87,6 @@ def _answer(verdict: Verdict, *, metric: str, device: str) -> str:
             f"{words} Your config could not be measured again; compared with its {user} in the search this is "
             f"{ratio_in_words(verdict.speed_up)}."
         )
-    if len(verdict.measured) == 1:
-        return f"{name} is all that was measured: {value}."
     words = f"{name} was the fastest in the search: {value}, not confirmed."
     if verdict.speed_up is None or verdict.is_baseline:
         return words
