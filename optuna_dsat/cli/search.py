@@ -218,11 +218,13 @@ def run_request(
     result = ended.result
     if end is not None:
         end.result = result
-    if result is not None and show:
-        show_result(result, as_json=as_json, price=price)
-    if ended.interrupted:
-        if ended.storage:
+    try:
+        if result is not None and show:
+            show_result(result, as_json=as_json, price=price)
+    finally:  # Ctrl-C may have ended the reader of stdout, too
+        if ended.interrupted and ended.storage:
             say(f"Interrupted. Continue with: {stopping.remedy}", file=sys.stderr)
+    if ended.interrupted:
         raise KeyboardInterrupt
     if not request.conclude and not quiet:
         show_it = stored_command("show", request.spec.name, storage=display_url(request.storage))

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import re
+import select
 import shutil
 import sys
 import textwrap
@@ -62,8 +63,8 @@ def say(text: object, *, file: TextIO | None = None) -> None:
 
 
 def drop_lost_terminal() -> bool:
-    """Discard output to closed terminals, where every write fails; return whether stdout or stderr was closed."""
-    lost = [descriptor for descriptor in (1, 2) if _is_lost_terminal(descriptor)]
+    """Discard output to closed terminals and pipes, where every write fails; return whether there was any."""
+    lost = [descriptor for descriptor in (1, 2) if _is_lost(descriptor)]
     for descriptor in lost:
         null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         os.dup2(null, descriptor)
@@ -71,21 +72,23 @@ def drop_lost_terminal() -> bool:
     return bool(lost)
 
 
-def _is_lost_terminal(descriptor: int) -> bool:
-    try:
-        os.get_terminal_size(descriptor)
-    except OSError as error:
-        return error.errno == errno.EIO
-    return False
+def _is_lost(descriptor: int) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 @contextlib.contextmanager
 def outliving_the_terminal() -> Iterator[None]:
-    """Ignore a closed terminal within the block: a search continues without it."""
+    """Ignore a closed terminal within the block, or a pipe of stderr whose reader has ended, as Ctrl-C ends ``tee``.
+
+    A search continues without them.
+    """
     try:
         yield
     except OSError as error:
-        if error.errno != errno.EIO or not drop_lost_terminal():
+        is_closed = error.errno == errno.EIO or (error.errno == errno.EPIPE and _is_lost(2))
+        if not (is_closed and drop_lost_terminal()):
             raise
 
 

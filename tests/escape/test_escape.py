@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import shlex
 import subprocess
 import sys
@@ -211,3 +212,13 @@ def test_a_package_is_installed_where_the_tuner_is(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sys, "prefix", prefix)
     monkeypatch.setattr(sys, "executable", "/bin/python")
     assert install_command("plotly>=6") == command
+
+
+def test_messages_to_a_pipe_without_a_reader_are_dropped() -> None:
+    """Ctrl-C ended ``tee``, and with it a search that was about to write its result."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    program = "import sys; from optuna_dsat.escape.terminal import say; say('x', file=sys.stderr); print('on')"
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=writer, check=True)
+    os.close(writer)
+    assert done.stdout == b"on\n"
