@@ -142,7 +142,7 @@ def show(name: LatestName = None, storage: Storage = DEFAULT_STORAGE, as_json: J
         say_prose(headroom_in_words(headroom, spent=study.attributes.get(attributes.END_REASON) in BUDGETS))
     for line in result_lines(study):
         say_prose(line)
-    for line in _training_lines(study, storage):
+    for line in _command_lines(study, storage):
         say(line)
 
 
@@ -192,14 +192,18 @@ def result_lines(study: StoredStudy) -> Iterator[str]:
         yield f"- trial {trial.number}: {value}, {measured.words}" + (f" ({'; '.join(remarks)})" if remarks else "")
 
 
-def _training_lines(study: StoredStudy, storage: str) -> Iterator[str]:
-    """Yield the commands that train with the result, and with the answer at the user's global batch if that differs."""
+def _command_lines(study: StoredStudy, storage: str) -> Iterator[str]:
+    """Yield the commands that continue an unfinished search and train with the answers at the user's and any batch."""
     from optuna_dsat.store import display_url
+    from optuna_dsat.study.end_reason import EndReason
+    from optuna_dsat.trials import attributes
 
-    verdict = study.verdict
+    verdict, name, url = study.verdict, study.spec.name, display_url(storage)
+    if study.attributes.get(attributes.END_REASON) in (None, EndReason.INTERRUPTED):
+        yield f"The search has not ended. Continue or join it with: {stored_command('resume', name, storage=url)}"
     if verdict is None:
         return
-    train = partial(stored_command, "train", study.spec.name, storage=display_url(storage))
+    train = partial(stored_command, "train", name, storage=url)
     same = verdict.same_batch
     if same is not None and same.number != verdict.result.number:
         yield f"Train at your global batch with: {train('--trial', str(same.number))}"
