@@ -170,7 +170,7 @@ def order_of_round(numbers: Sequence[int], *, round_number: int, seed: int) -> l
 # differences within rounds: a slowdown of a whole round cancels out. Rounds are the blocks of a randomized block design
 # (NIST/SEMATECH e-Handbook, 5.3.3.2), so that the launches of all configurations tell the noise. It is taken to be the
 # same for all: in the recorded landscapes it differs by 1.4 times between the fastest and the slowest quarter of
-# configurations, and 93 to 96 of 100 intervals of three or five rounds with their noise contain the true ratio.
+# configurations, and 92 to 95 of 100 intervals with their noise contain the true ratio (tests/study/test_paired.py).
 
 PRECISION = 0.02
 """Half-width of the interval of a log speed-up at which the speed-up is precise enough."""
