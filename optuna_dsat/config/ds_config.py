@@ -15,41 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from optuna_dsat.config.autotuning_section import Autotuning, parse_autotuning, positive_int
+from optuna_dsat.config.autotuning_section import parse_autotuning as parse_autotuning
+from optuna_dsat.config.autotuning_section import positive_int
 from optuna_dsat.config.knobs import KNOBS, OFFLOAD_OPTIMIZER
 from optuna_dsat.errors import ConfigError
 from optuna_dsat.runtime.files import write_text_atomic
-from optuna_dsat.runtime.overlay import GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, ZERO, flatten, merge
-
-__all__ = [
-    "ALL",
-    "AUTO",
-    "AUTO_IN_WORDS",
-    "BATCH_KEYS",
-    "GRADIENT_ACCUMULATION",
-    "MICRO_BATCH",
-    "MICRO_BATCH_CAP",
-    "TRAIN_BATCH",
-    "ZERO",
-    "Autotuning",
-    "BatchTriangle",
-    "batch_overlay",
-    "batch_triangle",
-    "canonical_key",
-    "canonical_number",
-    "canonical_zero",
-    "data_parallel_ranks",
-    "effective",
-    "flatten",
-    "knob_settings",
-    "merge",
-    "parse_autotuning",
-    "precision_of",
-    "size_limit",
-    "write_json_atomic",
-    "zero_default",
-    "zero_section",
-]
+from optuna_dsat.runtime.overlay import GRADIENT_ACCUMULATION as GRADIENT_ACCUMULATION
+from optuna_dsat.runtime.overlay import MICRO_BATCH as MICRO_BATCH
+from optuna_dsat.runtime.overlay import TRAIN_BATCH as TRAIN_BATCH
+from optuna_dsat.runtime.overlay import ZERO as ZERO
+from optuna_dsat.runtime.overlay import flatten as flatten
+from optuna_dsat.runtime.overlay import merge as merge
 
 AUTO = "auto"
 """Value that Hugging Face's integration replaces; treated as unset without the integration."""
