@@ -181,7 +181,6 @@ def _print_factors(explanation: Explanation) -> None:
 
 
 _MOST_NAMED = 5
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def dashboard(
@@ -198,7 +197,7 @@ def dashboard(
     Nothing can be changed there. With --optuna-dashboard that is served as well, with notes, plots, logs and configs.
     """
     from optuna_dsat.report.dashboard.live import LiveStudy
-    from optuna_dsat.report.dashboard.live_app import beside, guarded, live_app, optuna_app, serve
+    from optuna_dsat.report.dashboard.live_app import beside, guarded, is_loopback, live_app, optuna_app, serve
     from optuna_dsat.report.dashboard.publish import require_installed
 
     if optuna_dashboard:
@@ -208,7 +207,7 @@ def dashboard(
         published = _publish(store, name) if optuna_dashboard else None
         if published is not None:
             app = beside(app, optuna_app(store, published.store))
-        if host not in _LOOPBACK:
+        if not is_loopback(host):
             what = "read and delete studies: optuna-dashboard" if optuna_dashboard else "read this study: the page"
             notify(f"Whoever reaches {host} can {what} asks for no password.")
 

@@ -16,12 +16,21 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.secrecy.references import shell_join, without_secrets
 from optuna_dsat.store import StoredLaunch
+from optuna_dsat.study.command import BEST_CONFIG
+from optuna_dsat.study.end_reason import EndReason
 from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.space import epoch_samples, hardware_of
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH, Feasibility, feasibility
-from optuna_dsat.words import bytes_in_words, outcomes_in_words, slot_name, things_in_words
+from optuna_dsat.words import (
+    bytes_in_words,
+    date_in_words,
+    model_in_words,
+    outcomes_in_words,
+    slot_name,
+    things_in_words,
+)
 
 MEANING: Mapping[Outcome, tuple[str, str]] = {
     Outcome.MEASURED: ("All profile steps ran; the metric is the trial's value.", ""),
@@ -93,11 +102,6 @@ def advice_on(result: StudyResult) -> list[str]:
     return list(filter(None, texts))
 
 
-def versions(view: StudyView) -> str:
-    """Return the library versions with which the study was created."""
-    return ", ".join(f"{name} {version}" for name, version in sorted(view.record.versions.items()))
-
-
 def outcome_counts(view: StudyView) -> list[tuple[Outcome, int]]:
     """Return (outcome, number of trials), most frequent first."""
     result = Counter(t.user_attrs[attributes.OUTCOME] for t in view.trials if attributes.OUTCOME in t.user_attrs)
@@ -113,6 +117,41 @@ def fruitless_in_words(view: StudyView) -> str:
 def cli_command(view: StudyView, name: str, *arguments: object) -> str:
     """Return a command line of optuna-dsat for the study; ``name`` is the command, such as ``resume``."""
     return shlex.join(["optuna-dsat", name, view.spec.name, "--storage", view.storage_url, *map(str, arguments)])
+
+
+def tuned(view: StudyView) -> Iterator[tuple[str, str]]:
+    """Yield name and value of each fact about what a study tunes, and with what."""
+    spec, metric = view.spec, view.metric
+    if metric != spec.metric:
+        metric += f" (FLOPs could not be counted, so not {spec.metric}; both rank alike)"
+    yield "Script", script_command_line(view)
+    yield "Method", spec.method
+    yield "Metric", f"{metric}, {'larger' if view.maximize else 'smaller'} is better"
+    yield "One launch", f"{ranks_of_a_launch(view)}; steps {spec.start_profile_step} to {spec.end_profile_step} count"
+    if view.profiled is not None:
+        profile = view.profiled.profile
+        yield "Model", model_in_words(profile.params, pipeline=view.profiled.pipeline)
+        yield "Device", f"{profile.device_name or view.profiled.device}, {bytes_in_words(profile.device_memory_bytes)}"
+    yield "Begun", date_in_words(view.record.created_at)
+    yield "Versions", ", ".join(f"{name} {version}" for name, version in sorted(view.record.versions.items()))
+
+
+def next_steps(view: StudyView) -> Iterator[tuple[str, str]]:
+    """Yield purpose and command of each step that may follow."""
+    reason = view.end_reason
+    if reason == EndReason.EXHAUSTED and view.spec.method == "guided" and view.spec.options.min_gain > 0:
+        yield "Continue the search, for any gain", cli_command(view, "resume", "--min-gain", 0)
+    elif reason in (EndReason.EXHAUSTED, EndReason.EARLY_STOPPING):
+        pass  # it would end at once
+    elif view.is_fruitless or (view.result is not None and reason is not None):
+        more = ("--max-trials", 2 * view.spec.max_trials)
+        yield "Continue the search, with more trials", cli_command(view, "resume", *more)
+    else:
+        yield "Continue the search", cli_command(view, "resume")
+    if view.result is not None:
+        yield "Write the best config to a file", cli_command(view, "best", "-o", BEST_CONFIG)
+    yield "All trials as a table", cli_command(view, "export", "--format", "csv")
+    yield "Make this report again", cli_command(view, "report")
 
 
 @dataclass(frozen=True, kw_only=True)

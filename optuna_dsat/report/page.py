@@ -25,13 +25,11 @@ from optuna_dsat.report.facts import (
     MEANING,
     Training,
     advice_on,
-    cli_command,
     fruitless_in_words,
     memory_table,
+    next_steps,
     outcome_counts,
-    ranks_of_a_launch,
-    script_command_line,
-    versions,
+    tuned,
 )
 from optuna_dsat.report.launch_files import Links
 from optuna_dsat.report.template import page_text
@@ -41,14 +39,12 @@ from optuna_dsat.secrecy.shapes import hidden_data
 from optuna_dsat.study.command import BEST_CONFIG, SAME_BATCH_CONFIG
 from optuna_dsat.study.confirm.measured import configuration_of
 from optuna_dsat.study.confirm.words import remarks_in_words
-from optuna_dsat.study.end_reason import BUDGETS, EndReason, headroom_in_words
+from optuna_dsat.study.end_reason import BUDGETS, headroom_in_words
 from optuna_dsat.study.result import SameBatch, StudyResult
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import (
     bytes_in_words,
     count_in_words,
-    date_in_words,
-    model_in_words,
     steps_in_words,
     things_in_words,
     times_in_words,
@@ -177,14 +173,14 @@ def _facts(view: StudyView, links: Links | None, training: Training) -> dict[str
         "unit": _measure(view).unit,
         "contenders": list(_contenders(view)),
         "unconfirmed": list(_unconfirmed(view)),
-        "tuned": list(_tuned(view)),
+        "tuned": list(tuned(view)),
         "outcomes": list(_outcomes(view)),
         "memory_rows": memory_table(view),
         "bytes": bytes_in_words,
         "launches": rows,
         "columns": _columns(rows),
         "profiles": list(_profiles(view, links)),
-        "commands": list(_commands(view)),
+        "commands": list(next_steps(view)),
         "made": time.strftime("%Y-%m-%d %H:%M"),
     }
 
@@ -254,20 +250,6 @@ def _status(view: StudyView) -> str:
             f"The search is over after {things_in_words(used, 'launch')}; its finalists are not all measured again yet."
         )
     return f"The search has not ended: {used} of {launches} made.{flying}"
-
-
-def _tuned(view: StudyView) -> Iterator[tuple[str, str]]:
-    spec = view.spec
-    yield "Script", script_command_line(view)
-    yield "Method", spec.method
-    yield "Metric", f"{view.metric}, {'larger' if view.maximize else 'smaller'} is better"
-    yield "One launch", f"{ranks_of_a_launch(view)}; steps {spec.start_profile_step} to {spec.end_profile_step} count"
-    if view.profiled is not None:
-        profile = view.profiled.profile
-        yield "Model", model_in_words(profile.params, pipeline=view.profiled.pipeline)
-        yield "Device", f"{profile.device_name or view.profiled.device}, {bytes_in_words(profile.device_memory_bytes)}"
-    yield "Begun", date_in_words(view.record.created_at)
-    yield "Versions", versions(view)
 
 
 def _measure(view: StudyView) -> figures.Measure:
@@ -390,21 +372,3 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> set[str]:
     """Return the optional columns of the table of trials that contain information."""
     names = {name for name in ("reason", "predicted", "again", "ratio", "files") if any(row[name] for row in rows)}
     return names | {"outcome" for row in rows if row["message"] or row["outcome"] != Outcome.MEASURED}
-
-
-def _commands(view: StudyView) -> Iterator[tuple[str, str]]:
-    """Yield (purpose, command)."""
-    reason = view.end_reason
-    if reason == EndReason.EXHAUSTED and view.spec.method == "guided" and view.spec.options.min_gain > 0:
-        yield "Continue the search, for any gain", cli_command(view, "resume", "--min-gain", 0)
-    elif reason in (EndReason.EXHAUSTED, EndReason.EARLY_STOPPING):
-        pass  # it would end at once
-    elif view.is_fruitless or (view.result is not None and reason is not None):
-        more = ("--max-trials", 2 * view.spec.max_trials)
-        yield "Continue the search, with more trials", cli_command(view, "resume", *more)
-    else:
-        yield "Continue the search", cli_command(view, "resume")
-    if view.result is not None:
-        yield "Write the best config to a file", cli_command(view, "best", "-o", BEST_CONFIG)
-    yield "All trials as a table", cli_command(view, "export", "--format", "csv")
-    yield "Make this report again", cli_command(view, "report")

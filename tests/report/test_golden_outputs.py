@@ -60,7 +60,7 @@ def masked(text: str, names: Mapping[str, str]) -> str:
     text = re.sub(r" \\\n\s*", " ", text)
     for name, shown in {**names, "\r\n": "\n"}.items():
         text = text.replace(name, shown)
-    text = re.sub(r'("versions": )\{[^}]*\}|(\| versions \|).*', r"\1\2", text)
+    text = re.sub(r'("versions": )\{[^}]*\}|(\| Versions \|).*', r"\1\2", text)
     text = re.sub(r"^(2 x simulated), .*", r"\1, VERSIONS", text, flags=re.MULTILINE)
     return re.sub(r"20\d\d-\d\d-\d\d \d\d:\d\d", "DATE", text).rstrip() + "\n"
 

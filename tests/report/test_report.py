@@ -16,7 +16,8 @@ from optuna.trial import FrozenTrial, TrialState
 from optuna_dsat.errors import ScriptFailedError
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report import figures
-from optuna_dsat.report.page import _commands, figure_section, render, sections_of
+from optuna_dsat.report.facts import next_steps
+from optuna_dsat.report.page import figure_section, render, sections_of
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.study.end_reason import EndReason
 from optuna_dsat.trials import attributes
@@ -140,7 +141,7 @@ def test_a_search_is_continued_by_what_ended_it(
     view: StudyView, method: str, reason: EndReason, expected: str | None
 ) -> None:
     ended = {**view.attributes, attributes.END_REASON: reason}
-    found = dict(_commands(replace(view, spec=view.spec.model_copy(update={"method": method}), attributes=ended)))
+    found = dict(next_steps(replace(view, spec=view.spec.model_copy(update={"method": method}), attributes=ended)))
     commands = [command for command in found.values() if " resume " in command]
     assert len(commands) == (expected is not None)
     assert all(command.endswith(expected or "") for command in commands)

@@ -86,7 +86,7 @@ def guarded(app: WSGIApplication, *, host: str) -> WSGIApplication:
     Modifying requests from pages of other origins are rejected.
     """
     names = {"localhost", host.lower()}
-    if not _is_loopback(host):
+    if not is_loopback(host):
         names |= {socket.gethostname().lower(), socket.getfqdn().lower()}
 
     def checked(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
@@ -103,7 +103,8 @@ def _changes(environ: WSGIEnvironment) -> bool:
     return environ.get("REQUEST_METHOD") not in ("GET", "HEAD")
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Return whether an address is one of this machine that no other can reach."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

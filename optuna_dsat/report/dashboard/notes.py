@@ -14,19 +14,17 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.facts import (
     MEANING,
     advice_on,
-    cli_command,
     fruitless_in_words,
     memory_table,
+    next_steps,
     outcome_counts,
-    ranks_of_a_launch,
     script_command_line,
     slot_seconds,
-    versions,
+    tuned,
 )
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.secrecy.references import hidden_command
 from optuna_dsat.secrecy.shapes import hidden_data
-from optuna_dsat.study.command import BEST_CONFIG
 from optuna_dsat.study.confirm.measured import Measured, configuration_of
 from optuna_dsat.study.confirm.speeds import speed_of
 from optuna_dsat.study.confirm.words import how_known, verdict_in_words
@@ -37,7 +35,6 @@ from optuna_dsat.words import (
     bytes_in_words,
     choices_in_words,
     combinations_in_words,
-    date_in_words,
     duration_in_words,
     flops_in_words,
     metric_in_words,
@@ -120,23 +117,8 @@ def _searched(view: StudyView, measured: Measured) -> str:
 
 
 def _tuned(view: StudyView) -> str:
-    spec = view.spec
-    metric = view.metric
-    if metric != spec.metric:
-        metric += f" (FLOPs could not be counted, so not {spec.metric}; both rank alike)"
-    rows = [
-        ("script", code(script_command_line(view))),
-        ("working directory", code(spec.script.cwd)),
-        ("DeepSpeed config", code(spec.script.config_path)),
-        ("method", spec.method),
-        ("metric", f"{metric}, {'larger' if view.maximize else 'smaller'} is better"),
-        ("steps counted", f"{spec.start_profile_step} to {spec.end_profile_step}"),
-        ("one launch", ranks_of_a_launch(view)),
-        ("files", code(str(spec.study_dir))),
-        ("created", date_in_words(view.record.created_at)),
-        ("versions", versions(view)),
-    ]
-    return table(("", ""), rows)
+    paths = {"Script": code(script_command_line(view)), "Files": code(str(view.spec.study_dir))}
+    return table(("", ""), list((dict(tuned(view)) | paths).items()))
 
 
 def _space(view: StudyView) -> str:
@@ -165,8 +147,6 @@ def _profile(profiled: Profiled) -> str:
         ("activations", f"{bytes_in_words(profile.activation_bytes_per_sample)} per sample"),
         ("FLOPs", flops if profile.flops_per_sample <= 0 else f"{flops} per sample"),
         ("optimizer", profile.optimizer or "not known"),
-        ("device", profile.device_name or profiled.device),
-        ("device memory", f"{bytes_in_words(profile.device_memory_bytes)} per rank"),
         ("host memory", bytes_in_words(profile.host_memory_bytes)),
         ("measured with", profiled.measured_with),
     ]
@@ -194,15 +174,7 @@ def _outcomes(view: StudyView) -> str:
 
 
 def _commands(view: StudyView) -> str:
-    more = ("--max-trials", 2 * view.spec.max_trials) if view.end_reason is not None or view.is_fruitless else ()
-    lines = [
-        "# search on, with more launches" if more else "# continue",
-        cli_command(view, "resume", *more),
-        "# the best config, ready to train with",
-        cli_command(view, "best", "-o", BEST_CONFIG),
-        "# all trials as a table",
-        cli_command(view, "export", "--format", "csv"),
-    ]
+    lines = [line for what, command in next_steps(view) for line in (f"# {what}", command)]
     if view.result is not None and view.end_reason is not None:
         lines += ["# train", hidden_command(view.result.command)]
         if view.result.same_batch is not None:
