@@ -107,7 +107,8 @@ def check_loss(
         record, report = launch(request)
         if report.outcome is not Outcome.MEASURED:
             ended = outcome_in_words(report.outcome)
-            return _undecided(precision, losses, f"the launch {request.launch_id} ended with {ended}")
+            why = f"the launch {request.launch_id} ended with {ended} ({report.message})"
+            return _undecided(precision, losses, why)
         boundaries = record.boundaries[:steps]  # skipped steps too: the data of each step are the same
         losses[which] = [step.loss for step in boundaries if step.loss is not None]
     for which, factor in (("user", every), ("user_again", every), ("best", own)):

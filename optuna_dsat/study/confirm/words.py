@@ -77,7 +77,7 @@ def _answer(verdict: Verdict, *, metric: str, device: str) -> str:
         return (
             f"No config was confirmed to be faster than yours, {value}: the rounds so far leave it open."
             f"{_runner_up_in_words(verdict, _runner_up(verdict))} "
-            "More rounds: `optuna-dsat resume`, with a larger --confirm-time if their time ran out."
+            "More rounds: `optuna-dsat resume STUDY --confirm-time 3600`, the seconds of all rounds."
         )
     if verdict.kind is VerdictKind.NO_BASELINE:
         words = f"{name} is the fastest in the rounds: {value}."

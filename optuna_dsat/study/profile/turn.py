@@ -165,8 +165,8 @@ class ProfileTurn:
             stored = self._store.find_profile(own)
             if stored is not None:
                 self._context.say(
-                    "The script, a file beside it or the hardware is not the one this study was profiled "
-                    "with; it keeps its profile (tune with --no-profile-reuse measures again)."
+                    "The script, a file beside it or the hardware has changed since this study was profiled: new "
+                    "trials may not compare with earlier ones. It keeps its profile; another --study starts afresh."
                 )
                 self.fingerprint = own
                 return stored
