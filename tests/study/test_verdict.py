@@ -248,7 +248,7 @@ def test_a_tie_by_search_and_rounds_is_not_told_as_if_the_rounds_had_none_ahead(
     """It was: 'Your config is the best found. The best other is 1.35 times (95% between 1.12 and 1.64) as good.'"""
     trials = [trial(OWN, 115, micro_batch=2), trial(1, 114, micro_batch=64), trial(2, 114, micro_batch=4)]
     estimate = searched({OWN: (115.0, 0.001), 1: (113.85, 0.001), 2: (113.85, 0.001)})
-    values = {OWN: [100, 101, 99, 100], 1: [101.5, 102.8, 100.3, 101.6], 2: [99, 102, 98, 101]}
+    values = {OWN: [100.0, 101.0, 99.0, 100.0], 1: [101.5, 102.8, 100.3, 101.6], 2: [99.0, 102.0, 98.0, 101.0]}
     rounds = rounds_of(values, estimate=estimate)
     result = judged(trials, rounds)
     assert (result.result.number, result.kind) == (OWN, VerdictKind.BASELINE_IS_BEST)

@@ -195,7 +195,7 @@ def _unlike(degrees: int) -> float:
 
     By the F distribution of 2 degrees of freedom, as three rounds have, and of these: (d / 2) (p^(-2 / d) - 1).
     """
-    return degrees / 2 * (0.005 ** (-2 / degrees) - 1)
+    return degrees / 2 * (math.pow(0.005, -2 / degrees) - 1)
 
 
 def paired_ratio(
