@@ -204,8 +204,7 @@ def test_a_place_without_room_waits_for_the_first_to_be_given_back(places: dict[
 @with_ray
 def test_places_are_on_the_nodes_that_are_named_in_their_order(places: dict[str, Any]) -> None:
     result = places["pinned"]
-    assert result["forwards"]["on"] == result["forwards"]["asked"]
-    assert result["backwards"]["on"] == result["backwards"]["asked"]
+    assert result["on"] == result["asked"]
     assert "is called elsewhere (--ray-node)" in result["refused"]
 
 
