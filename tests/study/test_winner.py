@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -37,14 +38,10 @@ def trial(number: int, value: float) -> FrozenTrial:
 
 def test_trials_are_ranked_by_belief_where_there_is_one() -> None:
     trials = [trial(0, 110.0), trial(1, 99.0), trial(2, 98.0)]
-    plain = Method(sampler=BinarySearchSampler(), pruner=NopPruner(), classes=1)
+    plain = Method(sampler=BinarySearchSampler(), pruner=NopPruner(), planner=small_planner())
     assert [item.number for item in plain.ranked(trials, maximize=True)] == [0, 1, 2]
-    wise = Method(
-        sampler=BinarySearchSampler(),
-        pruner=NopPruner(),
-        classes=1,
-        posterior=cast(GuidedPlanner, SimpleNamespace(posterior_means=lambda _: {0: 97.0, 1: 99.0, 2: 98.0})),
-    )
+    posterior = SimpleNamespace(posterior_means=lambda _: {0: 97.0, 1: 99.0, 2: 98.0})
+    wise = replace(plain, posterior=cast(GuidedPlanner, posterior))
     assert [item.number for item in wise.ranked(trials, maximize=True)] == [1, 2, 0]
     assert [item.number for item in wise.ranked(trials, maximize=False)] == [0, 2, 1]
 

@@ -12,7 +12,6 @@ from optuna.pruners import BasePruner
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.config.space_builder import SearchSpace
-from optuna_dsat.errors import UsageError
 from optuna_dsat.guided.joint_estimate import JointEstimate
 from optuna_dsat.guided.planner import GuidedPlanner
 from optuna_dsat.guided.prior_knowledge import PriorKnowledge
@@ -34,10 +33,8 @@ class Method:
 
     sampler: LineageRandomSampler | BinarySearchSampler
     pruner: BasePruner
-    classes: int
-    """Lineages of the space."""
-    planner: GuidedPlanner | None = None
-    """Predicts peaks; None to predict none."""
+    planner: GuidedPlanner
+    """Knows the space, and predicts peaks."""
     posterior: GuidedPlanner | None = None
     """Estimates the metric of measured trials; None if the method compares measurements."""
     at_user_batch: GuidedPlanner | None = None
@@ -77,18 +74,16 @@ class Method:
 
     def predicted_peak(
         self, trials: Sequence[FrozenTrial], params: Mapping[str, Any], config: Mapping[str, Any]
-    ) -> int | None:
-        """Return the peak of a rank in bytes that the method expects; None if it has no memory model.
+    ) -> int:
+        """Return the peak of a rank in bytes that the method expects.
 
         ``params`` are the knobs of the configuration; empty if it is outside the search space.
         """
-        if self.planner is None:
-            return None
         return self.planner.expected_peak([trial for trial in trials if trial.state.is_finished()], params, config)
 
     def exhausted(self, study: optuna.Study) -> bool:
         """Whether nothing is left that may win."""
-        return self.sampler.exhausted(study, classes=self.classes)
+        return self.sampler.exhausted(study, classes=len(self.planner.problem.table.lineages))
 
     def veto(self, study: optuna.Study, trial: FrozenTrial) -> str | None:
         """Return why a trial should not be launched; None if it should."""
@@ -122,11 +117,7 @@ def make_planner(
 def make_method(
     spec: StudySpec, profiled: Profiled, space: SearchSpace, *, prior_knowledge: PriorKnowledge | None = None
 ) -> Method:
-    """Return the sampler and pruner of ``spec.method``.
-
-    Raises:
-        UsageError: If the method does not exist.
-    """
+    """Return the sampler and pruner of ``spec.method``."""
     options, name = spec.options, spec.method
     samples = user_samples_per_rank(spec, profiled) if spec.batch == "both" else None
     same_batch = None if samples is None else space.at_batch(samples)
@@ -139,7 +130,7 @@ def make_method(
         pruner = DeepSpeedPruner(trials_per_random_config=limit)
     elif name == "guided":
         sampler = GuidedSampler(planner=planner, seed=spec.random_seed)
-    elif name in ("binary", "asha"):
+    else:
         sampler = BinarySearchSampler(
             search_range_factor=options.search_range_factor, planner=planner, seed=spec.random_seed
         )
@@ -150,12 +141,9 @@ def make_method(
                 divisor=options.divisor,
                 asha_early_stopping=options.asha_early_stopping,
             )
-    else:
-        raise UsageError(f"There is no method {name!r}; there are random, binary, asha, guided.")
     return Method(
         sampler=sampler,
         pruner=pruner,
-        classes=space.classes() if planner is None else len(planner.problem.table.lineages),
         planner=planner,
         posterior=planner if name == "guided" else None,
         at_user_batch=None if same_batch is None else make_planner(spec, profiled, same_batch),
