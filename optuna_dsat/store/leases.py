@@ -107,14 +107,9 @@ class Heartbeat:
     """Renews the heartbeats of this process's trials, so that other workers do not reclaim them.
 
     Its methods raise ``StorageError`` if the database failed.
-
-    Raises:
-        ValueError: If the interval is not positive.
     """
 
     def __init__(self, database: Database, *, worker: Worker, interval_s: float = HEARTBEAT_INTERVAL_S) -> None:
-        if interval_s <= 0:
-            raise ValueError(f"The heartbeat interval must be positive, got {interval_s} s.")
         self._database = database
         self._worker = worker
         self._interval_s = interval_s

@@ -35,7 +35,7 @@ from optuna_dsat.trials import attributes
 GRACE_S = 60.0
 """Age from which a heartbeat is stale, in seconds."""
 
-MAX_LOSSES = 3
+_MAX_LOSSES = 3
 """Maximum times that a configuration is requeued after its worker died, since it may crash machines."""
 
 _LOSSES = "dsat_losses"
@@ -51,11 +51,7 @@ _LAUNCH_ATTRIBUTES = frozenset(value for name, value in vars(attributes).items()
 
 
 class Reclaimer:
-    """Requeues the lost trials of a study.
-
-    Raises:
-        ValueError: If the grace period is not longer than the interval.
-    """
+    """Requeues the lost trials of a study. Its grace period must be longer than the interval of heartbeats."""
 
     def __init__(
         self,
@@ -65,17 +61,13 @@ class Reclaimer:
         *,
         grace_s: float = GRACE_S,
         interval_s: float = HEARTBEAT_INTERVAL_S,
-        max_losses: int = MAX_LOSSES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if grace_s <= interval_s:
-            raise ValueError(f"The grace period ({grace_s} s) must be longer than the interval ({interval_s} s).")
         self._database = database
         self._storage = storage
         self._uuid = study_uuid
         self._grace_s = grace_s
         self._interval_s = interval_s
-        self._max_losses = max_losses
         self._clock = clock
         self._seen: dict[int, tuple[float, float]] = {}
         """Trial number -> (heartbeat, our clock when that heartbeat was first observed)."""
@@ -207,7 +199,7 @@ class Reclaimer:
         """Enqueue a copy of a lost trial; without parameters, they are sampled as for the lost trial."""
         attrs = {key: value for key, value in lost.user_attrs.items() if key not in _LAUNCH_ATTRIBUTES}
         losses = int(lost.system_attrs.get(_LOSSES, 0)) + counts
-        if losses > self._max_losses:
+        if losses > _MAX_LOSSES:
             return
         copied = (trial.system_attrs.get(_RETRY_HISTORY) or [None] for trial in study.get_trials(deepcopy=False))
         if any(history[-1] == lost.number for history in copied):

@@ -67,7 +67,7 @@ class Registry:
         name: str,
         spec: Mapping[str, Any],
         *,
-        direction: StudyDirection | str = "maximize",
+        direction: str = "maximize",
         versions: Mapping[str, str] | None = None,
     ) -> StudyRecord:
         """Create a study, or return the existing study if its spec (JSON values only) is equal.
@@ -77,7 +77,7 @@ class Registry:
                 optuna-dsat.
         """
         wanted = json.loads(json.dumps(spec, allow_nan=False))
-        better = StudyDirection[direction.upper()] if isinstance(direction, str) else direction
+        better = StudyDirection[direction.upper()]
         return self._database.exclusively(
             "create a study", lambda: self._create_locked(name, wanted, better, versions or {})
         )
@@ -172,23 +172,21 @@ class Registry:
 
         self._database.exclusively("delete a study", work)
 
-    def collect_orphans(self) -> int:
-        """Delete rows of studies that were deleted with Optuna's own tools; return the number of these studies."""
+    def collect_orphans(self) -> None:
+        """Delete rows of studies that were deleted with Optuna's own tools."""
 
-        def work() -> int:
+        def work() -> None:
             alive = set(self._uuids().values())
 
-            def clean(session: Session) -> int:
+            def clean(session: Session) -> None:
                 known: set[str] = set(session.scalars(select(StudyRow.uuid)))
                 for model in _STUDY_TABLES:
                     known.update(session.scalars(select(model.study_uuid).distinct()))
-                gone = sorted(known - alive)
-                _delete_rows(session, gone)
-                return len(gone)
+                _delete_rows(session, sorted(known - alive))
 
-            return self._database.run(clean)
+            self._database.run(clean)
 
-        return self._database.exclusively("clean up after deleted studies", work)
+        self._database.exclusively("clean up after deleted studies", work)
 
     def _uuids(self, name: str | None = None) -> dict[str, str]:
         """Return name -> UUID of all studies created by optuna-dsat, or of the named study, the earliest first."""

@@ -20,7 +20,7 @@ from optuna_dsat.store import migrate
 from optuna_dsat.store.database import Database, engine_options, install_events
 from optuna_dsat.store.leases import HEARTBEAT_INTERVAL_S, Heartbeat, Turn, release_trial, this_worker
 from optuna_dsat.store.migrate import has_our_tables, open_optuna_tables
-from optuna_dsat.store.reclaim import GRACE_S, MAX_LOSSES, Reclaimer
+from optuna_dsat.store.reclaim import GRACE_S, Reclaimer
 from optuna_dsat.store.registry import STUDY_UUID, Measurements, Registry
 from optuna_dsat.store.retry import RETRY_LIMIT_S, RetryingStorage
 from optuna_dsat.store.tables import ClaimRow, insert_or_skip
@@ -50,7 +50,6 @@ class Store(Registry, Measurements):
         *,
         heartbeat_interval_s: float = HEARTBEAT_INTERVAL_S,
         grace_s: float = GRACE_S,
-        max_losses: int = MAX_LOSSES,
     ) -> None:
         self._database = database
         self._rdb = rdb
@@ -64,10 +63,9 @@ class Store(Registry, Measurements):
         self.heartbeat = Heartbeat(database, worker=self._worker, interval_s=heartbeat_interval_s)
         self._reclaimer_of = cache(
             lambda study_uuid: Reclaimer(
-                database, self.storage, study_uuid,
-                grace_s=grace_s, interval_s=heartbeat_interval_s, max_losses=max_losses,
+                database, self.storage, study_uuid, grace_s=grace_s, interval_s=heartbeat_interval_s
             )
-        )  # fmt: skip
+        )
 
     @classmethod
     def open(
@@ -78,7 +76,6 @@ class Store(Registry, Measurements):
         retry_limit_s: float = RETRY_LIMIT_S,
         heartbeat_interval_s: float = HEARTBEAT_INTERVAL_S,
         grace_s: float = GRACE_S,
-        max_losses: int = MAX_LOSSES,
     ) -> Store:
         """Open a database; create its tables if it is new, holding the database's lock.
 
@@ -86,7 +83,7 @@ class Store(Registry, Measurements):
         environment or a password file, as libpq reads them. Without ``create``, a missing SQLite file and a database of
         Optuna's alone are errors, and nothing is written. With it, rows of studies that were deleted with Optuna's
         tools are also removed; readers skip this, so that they need not wait for writers. A heartbeat is stale after
-        ``grace_s``; a configuration is requeued at most ``max_losses`` times after its worker died.
+        ``grace_s``.
 
         Raises:
             StorageUrlError: If the URL cannot be opened, or its schema is older or newer than this version's.
@@ -97,13 +94,7 @@ class Store(Registry, Measurements):
         database = Database(url, retry_limit_s=retry_limit_s, create=create)
         try:
             rdb = database.exclusively("create or check the tables", lambda: _usable_tables(database))
-            store = cls(
-                database,
-                rdb,
-                heartbeat_interval_s=heartbeat_interval_s,
-                grace_s=grace_s,
-                max_losses=max_losses,
-            )
+            store = cls(database, rdb, heartbeat_interval_s=heartbeat_interval_s, grace_s=grace_s)
         except BaseException:
             database.close()
             raise

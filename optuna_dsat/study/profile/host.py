@@ -62,13 +62,15 @@ def _configs_on_nvme(spec: StudySpec, space: SearchSpace) -> Iterator[Mapping[st
     """Yield a config of the space for each of its offloads to NVMe and sizes of a sub-group."""
     seen = set()
     base = ds_config.effective(spec.ds_config)
+    if spec.nvme_folder is None and not any(swap_paths(base)):
+        return
     for params in space.lineages():
         key = tuple(params.get(name) for name in _DECIDING)
         if key in seen:
             continue
         seen.add(key)
         config = ds_config.merge(base, space.overlay({**params, MICRO_BATCH: space.micro_batches[0]}))
-        if any(True for _ in swap_paths(config)):
+        if any(swap_paths(config)):
             yield config
 
 
