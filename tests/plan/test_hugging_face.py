@@ -30,7 +30,6 @@ LLAMA_3_8B = {
     "num_key_value_heads": 8,
 }
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama-3-8b": ("llama", "LlamaForCausalLM", LLAMA_3_8B),
     "llama-biases": ("llama", "LlamaForCausalLM", {**GQA, "attention_bias": True, "mlp_bias": True}),
     "llama-tied": ("llama", "LlamaForCausalLM", {**GQA, "tie_word_embeddings": True, "head_dim": 80}),
     "llama-classes": ("llama", "LlamaForSequenceClassification", {**GQA, "num_labels": 5}),
@@ -49,7 +48,6 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma": ("gemma", "GemmaForCausalLM", GQA),
     "gemma2": ("gemma2", "Gemma2ForCausalLM", GQA),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM", GQA),
-    "gpt2": ("gpt2", "GPT2LMHeadModel", {}),
     "gpt2-xl": ("gpt2", "GPT2LMHeadModel", {"n_embd": 1600, "n_layer": 48, "n_head": 25, **IGNORED}),
     "gpt-neo": (
         "gpt_neo",
@@ -266,10 +264,6 @@ SMALL_LLAMA = {
         ({"quant_method": "mxfp4"}, "mxfp4, 4 bits"),
         ({"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 3}}}, "hqq, 3 bits"),
         ({"quant_method": "torchao", "quant_type": "int4_weight_only"}, "torchao, 4 bits"),
-        (
-            {"config_groups": {"0": {"input_activations": {"num_bits": 8}, "weights": {"num_bits": 4}}}},
-            "unknown method, 4 bits",
-        ),
         ({"bits": "4", "quant_method": "gptq"}, "gptq, 4 bits"),
         ({"w_bit": 4, "quant_method": "awq"}, "awq, 4 bits"),
         (
