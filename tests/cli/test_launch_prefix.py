@@ -232,6 +232,7 @@ def test_a_command_without_a_launcher_is_tuned_in_one_process(
         "import lightning as L\n",
         "from pytorch_lightning.cli import LightningCLI\n",
         "import torch.multiprocessing as mp\nmp.spawn(print, nprocs=8)\n",
+        "import torch\ntorch.multiprocessing.spawn(print, nprocs=8)\n",
         "from package import start\n",
     ],
 )
@@ -287,6 +288,9 @@ def test_options_of_the_search_that_a_wrapper_would_lose_are_refused(tmp_path: P
     assert meant[-3:] == ["--", "--lr", "3"], "the command's own option, which the script is not given"
     given = unfolded(tmp_path, "--", "bash", "passes.sh", "--max-trials", "5")
     assert given[-3:] == ["--", "--max-trials", "5"]
+    (tmp_path / "mpirun").write_text('#!/bin/sh\nshift 2\nexec "$@"\n')
+    (tmp_path / "mpirun").chmod(0o755)
+    assert unfolded(tmp_path, "./mpirun", "--timeout", "9", "torchrun", "own.py", "--lr", "1")[-2:] == ["--lr", "1"]
 
 
 @pytest.mark.parametrize("first", [(), ("--",)])

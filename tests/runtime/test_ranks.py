@@ -203,7 +203,7 @@ def test_as_many_processes_as_ranks_are_the_ranks() -> None:
 
 def test_other_processes_are_started_and_may_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
     deepspeed: Any = ModuleType("deepspeed")
-    deepspeed.initialize = None
+    deepspeed.initialize = deepspeed.init_distributed = None
     monkeypatch.setitem(sys.modules, "deepspeed", deepspeed)
     started: list[int] = []
 
@@ -221,6 +221,8 @@ def test_other_processes_are_started_and_may_not_train(monkeypatch: pytest.Monke
         ValueError, match=r"^the script starts 4 processes by .* launch has 2 ranks: tune with --gpus-per"
     ):
         module.spawn(lambda _: deepspeed.initialize(), nprocs=4)
+    with pytest.raises(ValueError, match="launch has 2 ranks"):
+        module.spawn(lambda _: deepspeed.init_distributed(), nprocs=4)
     with pytest.raises(RuntimeError, match="another"):
         module.spawn(_another_error, nprocs=1)
 

@@ -138,7 +138,10 @@ def _options_behind(command: LaunchCommand, words: Sequence[str], search: TyperC
     passed = {word.partition("=")[0] for word in command.args}
     of_script = len(words) - len(command.args) - 1  # only script arguments follow a "--" at or after this index
     end = next((index for index, word in enumerate(words) if word == "--" and index >= of_script), len(words))
-    typed = [word for word in dict.fromkeys(word.partition("=")[0] for word in words[1:end]) if word in options]
+    start = words.index(command.script) if command.script in words else 0  # options before it are a launcher's
+    typed = [
+        word for word in dict.fromkeys(word.partition("=")[0] for word in words[start + 1 : end]) if word in options
+    ]
     behind = [word for word in typed if word in passed or command.is_wrapped]
     if not behind:
         return []

@@ -162,13 +162,13 @@ def spawn_in_place(multiprocessing: Any, *, rank: Rank, on_spawn: Callable[[], N
 
 
 def _without_engine(fn: Callable[..., Any], refusal: str, index: int, *args: Any) -> None:
-    """Run a process spawned by the script; raise if it calls ``deepspeed.initialize``."""
+    """Run a process spawned by the script; raise if it joins the ranks, where it might wait, or makes an engine."""
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise ValueError(refusal)
 
     def deepspeed_imported(deepspeed: Any) -> None:
-        deepspeed.initialize = refuse
+        deepspeed.initialize = deepspeed.init_distributed = refuse
 
     ImportWatch({"deepspeed": deepspeed_imported}).install()
     fn(index, *args)

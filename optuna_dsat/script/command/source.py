@@ -169,7 +169,8 @@ def _names(node: ast.AST) -> Iterator[str]:
 
 def _spawns(nodes: Sequence[ast.AST], imported: Sequence[str]) -> bool:
     called = {called_name(node) for node in nodes if isinstance(node, ast.Call)}
-    return bool(called & _SPAWNERS) and any(name.startswith("torch.multiprocessing") for name in imported)
+    uses = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute) and node.attr == "multiprocessing"}
+    return bool(called & _SPAWNERS) and any(name.startswith("torch.multiprocessing") for name in (*imported, *uses))
 
 
 def _files(
