@@ -95,7 +95,7 @@ class Tuner:
             self._return_running()
         self._recorder.call_back()  # for trials that finished as the search was interrupted
         if reason is not EndReason.INTERRUPTED:
-            self._check_something_ran()
+            self._check_something_ran(reason)
         return reason
 
     def _search(self) -> EndReason:
@@ -269,14 +269,14 @@ class Tuner:
             listed = ", ".join(map(str, numbers))
             self._context.say(f"Returned to the study, to be run again when it goes on: trial {listed}.")
 
-    def _check_something_ran(self) -> None:
+    def _check_something_ran(self, reason: EndReason) -> None:
         trials = self._context.trials()
         if attributes.best_trials(trials, maximize=self._spec.maximize):
             return
         outcomes = Counter(t.user_attrs[attributes.OUTCOME] for t in trials if attributes.OUTCOME in t.user_attrs)
         counts = outcomes_in_words(outcomes)
         raise NothingRunnableError(
-            f"No configuration could be measured ({counts or 'nothing was launched'}). "
+            f"No configuration could be measured ({counts or 'nothing was launched'}). The search ended: {reason}. "
             f"{self._commonest_failure()}The logs lie in {self._spec.study_dir}."
         )
 
