@@ -65,10 +65,13 @@ def find_config_key(args: Sequence[str], *, cwd: Path, config: Path) -> str | No
 
 
 def _named_by_settings(args: Sequence[str], *, cwd: Path) -> Iterator[tuple[str, Path]]:
-    for _, value in _pairs(args):
-        path = cwd / value
-        if path.suffix in _SETTINGS:
-            yield from _named_in(read_settings(path), folders=(cwd, path.parent))
+    for path in settings_files(args, cwd=cwd):
+        yield from _named_in(read_settings(path), folders=(cwd, path.parent))
+
+
+def settings_files(args: Sequence[str], *, cwd: Path) -> Iterator[Path]:
+    """Yield the paths among a script's arguments that have the suffix of a settings file."""
+    return (cwd / value for _, value in _pairs(args) if Path(value).suffix in _SETTINGS)
 
 
 def looks_like_config(path: Path) -> bool:

@@ -157,15 +157,6 @@ def runner_arguments(entry: str, *, config: str, hparams: str | None, rest: Sequ
     return (entry, CONFIG_OPTION, config, *(() if hparams is None else ("--hparams", hparams)), *rest)
 
 
-def hparams_of(arguments: Sequence[str]) -> str | None:
-    """Return the path of the hyperparameters among arguments of ``RUNNER``; None if absent."""
-    for index, argument in enumerate(arguments):
-        option, equals, value = argument.partition("=")
-        if option == "--hparams":
-            return value if equals else next(iter(arguments[index + 1 :]), None)
-    return None
-
-
 def complete_training(arguments: Sequence[str], folder: str | Path) -> list[str]:
     """Complete arguments of ``RUNNER`` with the length of the training and the folder of its checkpoints."""
     named = {argument.partition("=")[0] for argument in arguments}

@@ -49,13 +49,18 @@ def test_installed_modules_are_found_and_not_imported(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("changed", "seen"), [("space/deep/train.py", True), ("top.py", True), ("other/much/deeper.py", False)]
+    ("changed", "seen"),
+    [
+        *(("space/deep/train.py", True), ("top.py", True), ("other/much/deeper.py", False)),
+        *(("model.yaml", True), ("ds.json", False)),
+    ],
 )
-def test_a_profile_depends_on_the_code_of_the_module(folder: Path, changed: str, seen: bool) -> None:
+def test_a_profile_depends_on_the_code_of_the_module_and_its_settings(folder: Path, changed: str, seen: bool) -> None:
+    module = {"script": "space.deep.train", "is_module": True, "cwd": str(folder), "config_path": "ds.json"}
     spec = make_spec(
         name="study",
         method="random",
-        script={"script": "space.deep.train", "is_module": True, "cwd": str(folder), "config_path": "ds.json"},
+        script={**module, "args": ("--model=model.yaml", "--deepspeed", "ds.json")},
         ds_config={"train_micro_batch_size_per_gpu": 2},
         device="cpu",
         slots_per_trial=2,

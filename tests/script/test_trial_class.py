@@ -17,7 +17,6 @@ from optuna_dsat.script.trial_class import (
     Length,
     complete_training,
     find_trial_class,
-    hparams_of,
     is_trial_class,
     overwrites_of,
     runner_arguments,
@@ -136,9 +135,6 @@ def test_overwrites_are_laid_over_their_own_config_alone(tmp_path: Path) -> None
 
 def test_arguments_lead_to_the_command_that_trains() -> None:
     arguments = runner_arguments("m:T", config="ds.json", hparams="h.yaml", rest=("--max-length", "3epochs"))
-    assert hparams_of(arguments) == "h.yaml"
-    assert hparams_of(["m:T", "--hparams=x.yaml"]) == "x.yaml"
-    assert hparams_of(["m:T"]) is None
     assert train_command(arguments, config="best.json", device="cuda", slots=4) == [
         *("optuna-dsat", "train", "m:T", "best.json", "--hparams", "h.yaml", "--max-length", "3epochs", "--gpus", "4"),
     ]

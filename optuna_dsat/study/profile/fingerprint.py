@@ -12,7 +12,8 @@ from optuna_dsat.config import ds_config
 from optuna_dsat.runtime.files import read_regular
 from optuna_dsat.script.command.source import module_file
 from optuna_dsat.script.interpreter import script_versions
-from optuna_dsat.script.trial_class import RUNNER, find_trial_class, hparams_of
+from optuna_dsat.script.settings_file import settings_files
+from optuna_dsat.script.trial_class import RUNNER, find_trial_class
 from optuna_dsat.study.spec import ScriptSpec, StudySpec
 
 _KNOB_SECTIONS = {
@@ -24,15 +25,15 @@ _MAX_FILES = 200
 def fingerprint(spec: StudySpec, *, device_names: tuple[str, ...]) -> str:
     """Return a hash of everything that a profile depends on.
 
-    That is the content of the script and the Python files in its folder, the script's arguments, the config without its
-    knobs and batch sizes, hardware and versions. A model that is imported from elsewhere or read from data is not
-    included: ``--no-profile-reuse`` is needed after changing it.
+    That is the content of the script and the Python files in its folder, the script's arguments, the settings files
+    among them, the config without its knobs and batch sizes, hardware and versions. A model that is imported from
+    elsewhere or read from data is not included: ``--no-profile-reuse`` is needed after changing it.
     """
     outside = {key: value for key, value in spec.ds_config.items() if key not in _KNOB_SECTIONS}
     versions = script_versions(spec.python, on=spec.on)
     parts = {
         "code": _code_hashes(_code_folders(spec)),
-        **_hparams_hash(spec.script),
+        **_settings_hashes(spec.script),
         "script": spec.script.script if spec.script.is_module else Path(spec.script.script).name,
         "args": spec.script.args,
         "arg_mappings": spec.script.arg_mappings,
@@ -49,11 +50,11 @@ def fingerprint(spec: StudySpec, *, device_names: tuple[str, ...]) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def _hparams_hash(script: ScriptSpec) -> dict[str, str]:
-    """Return the hash of a ``DeepSpeedTrial``'s hyperparameters, which determine its model; empty for a script."""
-    named = hparams_of(script.args) if script.script == RUNNER else None
-    path = Path(script.cwd, named or "")
-    return {"hparams": _content_hash(path)} if named and path.is_file() else {}
+def _settings_hashes(script: ScriptSpec) -> dict[str, list[str]]:
+    """Return the hashes of settings files among the script's arguments, which may set its model; empty without any."""
+    config = Path(script.cwd, script.config_path).resolve()
+    files = [path for path in settings_files(script.args, cwd=Path(script.cwd)) if path.resolve() != config]
+    return {"settings": [_content_hash(path) for path in files]} if files else {}
 
 
 def _code_folders(spec: StudySpec) -> list[Path]:
