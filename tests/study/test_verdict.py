@@ -126,6 +126,8 @@ def test_without_a_confirmation_the_best_measurement_is_the_result_be_it_the_use
     result = judged((trial(OWN, 6.101), trial(1, 5.892)), Rounds())
     assert (result.kind, result.result.number, result.best.number) == (VerdictKind.UNCONFIRMED, OWN, OWN)
     assert result.result.value == present(result.baseline).value == 6.101
+    without = verdict_in_words(judged((trial(2, 6.101), trial(1, 7.0)), Rounds()), metric="throughput")[0]
+    assert without.endswith("not confirmed. Your config was not measured.")
     better = judged((trial(OWN, 6.101), trial(1, 7.0)), Rounds())
     assert (better.result.number, better.result.interval.low) == (1, None)
     assert better.speed_up is not None

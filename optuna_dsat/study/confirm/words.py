@@ -89,7 +89,7 @@ def _answer(verdict: Verdict, *, metric: str, device: str) -> str:
         )
     words = f"{name} was the fastest in the search: {value}, not confirmed."
     if verdict.speed_up is None or verdict.is_baseline:
-        return words
+        return words if verdict.baseline is not None else f"{words} Your config was not measured."
     return f"{words} That is {ratio_in_words(verdict.speed_up, to='your config')}, {user}."
 
 
