@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     ways = args.ways.split(",")
     try:
-        entries = [item for item in read_entries(args.scripts) if args.aside or not item.kept_aside]
+        entries = read_entries(args.scripts)
     except EntryError as error:
         sys.stderr.write(f"{error}\n")
         return EX_USAGE
@@ -53,7 +53,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ways", default=",".join(WAYS), help=f"what to run (default: {','.join(WAYS)})")
     parser.add_argument("--output", type=Path, default=Path("first-try-output"), help="folder of records and table")
     parser.add_argument("--scripts", type=Path, default=SCRIPTS, help="folder of the list")
-    parser.add_argument("--aside", action="store_true", help="the scripts that are kept aside, too")
     parser.add_argument("--keep", type=Path, help="folder to keep the checkouts and outputs in, for a look")
     parser.add_argument("--method", default=Limits.method)
     parser.add_argument("--max-trials", type=int, default=Limits.trials)

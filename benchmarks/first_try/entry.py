@@ -71,16 +71,12 @@ class Entry:
     """Variables that its README has the user set, or that its stand-ins read."""
     config: str = ""
     """The DeepSpeed config file that plain Optuna rewrites, relative to ``folder``; empty if the script has none."""
-    autotuning: str = ""
-    """The command for DeepSpeed's autotuner; by default ``command`` with ``--autotuning tune`` after ``deepspeed``."""
     second: tuple[str, ...] = ()
     """Options that the refusal of the first try names, for a second try."""
     not_judged: str = ""
     """Why the script cannot train here whatever tunes it; it is run all the same, and counts as nothing."""
     alone: bool = True
     """Whether the command trains without a tuner; not so for the arguments of ``det experiment create``."""
-    kept_aside: bool = False
-    """Whether it was written down but not run while the tool was worked on."""
 
 
 def read_entries(folder: Path = SCRIPTS) -> list[Entry]:

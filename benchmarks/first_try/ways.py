@@ -91,12 +91,11 @@ def _autotuning(sandbox: Sandbox, limits: Limits) -> dict[str, Any]:
     """DeepSpeed's autotuner, by the script's own command."""
     if not sandbox.entry.alone:
         return asdict(_NO_COMMAND)
-    words = shlex.split(sandbox.entry.autotuning or sandbox.entry.command)
-    if not sandbox.entry.autotuning:
-        if words[0] != "deepspeed":
-            message = f"the command begins with {words[0]}; the autotuner belongs to the deepspeed launcher"
-            return asdict(Verdict(verdict="refused", message=message))
-        words[1:1] = ["--autotuning", "tune"]
+    words = shlex.split(sandbox.entry.command)
+    if words[0] != "deepspeed":
+        message = f"the command begins with {words[0]}; the autotuner belongs to the deepspeed launcher"
+        return asdict(Verdict(verdict="refused", message=message))
+    words[1:1] = ["--autotuning", "tune"]
     _enable_autotuning(sandbox)
     sandbox.stand_in_for_pdsh()
     ran = sandbox.run("autotuning", words, limit_s=limits.search_s)

@@ -236,7 +236,7 @@ def entry(**fields: Any) -> Entry:
 
 def test_models_and_data_sets_of_the_hub_are_found(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
-    wanted = entry(models={"someone/tiny": "llama"}, datasets={"someone/rows": "alpaca", "./disk": "tokens"})
+    wanted = entry(models={"someone/tiny": "llama"}, datasets={"someone/rows": "dolly", "./disk": "tokens"})
     variables = prepare_hub(wanted, python=sys.executable, folder=tmp_path / "stand_ins", cwd=tmp_path)
     environment = {**os.environ, **variables, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
@@ -244,7 +244,11 @@ def test_models_and_data_sets_of_the_hub_are_found(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     model, logits, rows, columns, splits, on_disk = json.loads(done.stdout.splitlines()[-1])
-    assert (model, rows, sorted(columns)) == ("LlamaForCausalLM", 10, ["input", "instruction", "output"])
+    assert (model, rows, sorted(columns)) == (
+        "LlamaForCausalLM",
+        10,
+        ["category", "context", "instruction", "response"],
+    )
     assert logits == [1, 4, 320]  # a token before, one for h, two for é
     assert (splits, on_disk) == ({"train": 512, "validation": 64, "test": 64}, 64)
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks.whole_search import EARLY, Early, Search, early, ratios, table
-from optuna_dsat.runtime.events import EngineReady, StepMeasured, encode_event
+from optuna_dsat.runtime.events import encode_event
+from tests.harness.events import engine, step_of
 
 BEGAN = 1_700_000_000.0
 
@@ -21,18 +22,8 @@ def launch(folder: Path, name: str, *, at_s: float, step_s: float, size: int, ou
     (folder / name / "report.json").write_text(json.dumps(report))
     (folder / name / "ds_config.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": size}))
     for rank in (0, 1):
-        ready = EngineReady(
-            rank=rank, time=0.0, zero_stage=0, train_batch_size=2 * size, train_micro_batch_size_per_gpu=size,
-            gradient_accumulation_steps=1, data_parallel_size=2, pipeline=False, device="cpu",
-        )  # fmt: skip
-        steps = [
-            StepMeasured(
-                rank=rank, time=0.0, step=step, latency_s=9.0 if step < 3 else step_s, forward_s=0.0, backward_s=0.0,
-                step_s=0.0, samples=size, observed_micro_batch=size, loss=None, peak_allocated_bytes=0,
-                peak_reserved_bytes=0, rss_bytes=0,
-            )
-            for step in range(1, 6)
-        ]  # fmt: skip
+        ready = engine(rank=rank)
+        steps = [step_of(rank, step, latency_s=9.0 if step < 3 else step_s, samples=size) for step in range(1, 6)]
         lines = [encode_event(event) for event in (ready, *steps)]
         (folder / name / "events" / f"rank{rank}.jsonl").write_text("\n".join(lines) + "\n")
     return folder / name

@@ -14,12 +14,6 @@ def _sentence(draw: random.Random, words: int) -> str:
     return " ".join(draw.choice(_WORDS.split()) for _ in range(words)).capitalize() + "."
 
 
-def _text(path: Path, *, lines: int = 512, words: int = 24) -> None:
-    """Write lines of words."""
-    draw = random.Random(7)
-    path.write_text("\n".join(_sentence(draw, words) for _ in range(lines)) + "\n", encoding="utf-8")
-
-
 def _gzip_bytes(path: Path, *, size: int = 100_000_000) -> None:
     """Write a gzip file of so many bytes of words."""
     import gzip
@@ -82,7 +76,6 @@ def _tokens(path: Path, *, count: int, vocabulary: int) -> None:
 
 
 GENERATORS: dict[str, Callable[..., None]] = {
-    "text": _text,
     "gzip": _gzip_bytes,
     "records": _records,
     "csv": _csv,

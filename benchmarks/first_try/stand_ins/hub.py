@@ -40,18 +40,15 @@ _TINY: Mapping[str, Any] = {
 """Fields of configs that make a model tiny; each model knows some of them."""
 MODELS: Mapping[str, str] = {
     "bert": "BertForMaskedLM",
-    "bloom": "BloomForCausalLM",
     "gpt2": "GPT2LMHeadModel",
     "gpt_bigcode": "GPTBigCodeForCausalLM",
     "gpt_neox": "GPTNeoXForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
-    "mt5": "MT5ForConditionalGeneration",
     "opt": "OPTForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "roberta": "RobertaForMaskedLM",
     "t5": "T5ForConditionalGeneration",
-    "xlm-roberta": "XLMRobertaForMaskedLM",
 }
 """Kind, which is the ``model_type`` -> class of the model."""
 _CHAT_TEMPLATE = (
@@ -71,11 +68,6 @@ def _chat(draw: random.Random, _: int = 0) -> list[dict[str, str]]:
     return [{"role": role, "content": _text(draw, 12)} for role in ("user", "assistant")]
 
 
-def _preference(draw: random.Random) -> dict[str, Any]:
-    chosen, rejected = _chat(draw), _chat(draw)
-    return {"prompt": chosen[0]["content"], "chosen": chosen, "rejected": [chosen[0], rejected[1]]}
-
-
 def _label(draw: random.Random, _: int) -> int:
     return draw.randrange(2)
 
@@ -93,22 +85,17 @@ def _tokens(count: int) -> Callable[[random.Random, int], list[int]]:
 
 
 ROWS: Mapping[str, Mapping[str, int | Callable[[random.Random, int], Any]]] = {
-    "alpaca": {"instruction": 12, "input": 0, "output": 12},
     "chat": {"messages": _chat, "prompt": 12, "prompt_id": _name},
     "classes": {"text": 12, "label": _label, "idx": _index},
     "code": {"content": 60},
-    "dialogue": {"id": _name, "dialogue": 12, "summary": 5},
     "dolly": {"instruction": 12, "context": 0, "response": 12, "category": 1},
     "gsm8k": {"question": 12, "answer": lambda draw, index: f"{_text(draw, 12)}\n#### {index}"},
-    "instruct": {"prompt": 12, "completion": 12},
     "messages": {"messages": _chat},
     "pairs": {"sentence1": 12, "sentence2": 12, "label": _label, "idx": _index},
-    "preference": {},
     "replies": {
         "prompt": lambda draw, _: f"Human: {_text(draw, 12)} Assistant:",
         **dict.fromkeys(("response", "chosen", "rejected"), 12),
     },
-    "sentiment": {"sentence": 12, "label": lambda _, index: index % 3},
     "text": {"text": 40},
     "tokens": {"input_ids": _tokens(48), "attention_mask": lambda *_: [1] * 48, "labels": _tokens(16)},
     "tweets": {
@@ -123,8 +110,6 @@ ROWS: Mapping[str, Mapping[str, int | Callable[[random.Random, int], Any]]] = {
 
 def _rows(kind: str, split: str, count: int) -> list[dict[str, Any]]:
     draw = random.Random(f"{kind} {split}")
-    if kind == "preference":
-        return [_preference(draw) for _ in range(count)]
     fields = ROWS[kind].items()
     return [
         {name: _text(draw, value) if isinstance(value, int) else value(draw, index) for name, value in fields}
