@@ -140,8 +140,10 @@ class BatchRule(Record):
         """Return what to change in the script before its command trains with ``config``; empty if nothing."""
         if self.kind in ("config", "option", "held") or config.get(MICRO_BATCH) == self.own:
             return ""
-        ranks = config[TRAIN_BATCH] // (config[MICRO_BATCH] * config.get(GRADIENT_ACCUMULATION, 1))
-        size = config[MICRO_BATCH] * _units(ranks, self.steps)[self.counts]
+        size = config[MICRO_BATCH]
+        if self.counts != MICRO_BATCH:
+            ranks = config[TRAIN_BATCH] // (size * config.get(GRADIENT_ACCUMULATION, 1))
+            size *= _units(ranks, self.steps)[self.counts]
         is_setting = self.kind == "setting"
         where = f"{self.key} in {self.file}" if is_setting else f"the batch size at {self.file}:{self.line}"
         return f"Set {where} to {size}: the script takes its batch size from there, and DeepSpeed does not change it."

@@ -73,7 +73,7 @@ def launch_request(
         launch_id=launch_id,
         purpose=purpose,
         command=script_command(spec),
-        ds_config=config,
+        ds_config=_with_global_batch(config, spec),
         overlay=with_script_s_checkpointing(overlay, spec.ds_config),
         slots=spec.slots_per_trial,
         start_profile_step=first,
@@ -88,6 +88,18 @@ def launch_request(
         swap_bytes=swap_bytes,
         locked_bytes=locked_bytes,
     )
+
+
+def _with_global_batch(config: Mapping[str, Any], spec: StudySpec) -> dict[str, Any]:
+    """Return a launch's config for the scripts that read the user's file, with the global batch if the user's has it.
+
+    What DeepSpeed gets has none: it follows from the micro-batch on the ranks that the engine has.
+    """
+    config = ds_config.merge(config, {ds_config.TRAIN_BATCH: None})
+    if not isinstance(spec.ds_config.get(ds_config.TRAIN_BATCH), int):
+        return config
+    triangle = ds_config.batch_triangle(config, world_size=spec.data_parallel_ranks)
+    return {**config, ds_config.TRAIN_BATCH: triangle.train_batch_size}
 
 
 def full_request(
@@ -114,7 +126,7 @@ def full_request(
         launch_id="full",
         purpose="full",
         command=command,
-        ds_config=ds_config.merge(config, {ds_config.TRAIN_BATCH: None}),  # implied, as in measured launches
+        ds_config=_with_global_batch(config, spec),
         overlay=with_script_s_checkpointing(overlay, spec.ds_config),
         slots=spec.slots_per_trial,
         env={**threads, **spec.script.environment},

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.config.ds_config import flatten
+from optuna_dsat.config.ds_config import batch_overlay, flatten
+from optuna_dsat.script.batch_rule import BatchRule
 from optuna_dsat.script.trainer import ScriptTrainer
 from optuna_dsat.study.config_changes import (
     Change,
@@ -15,7 +16,8 @@ from optuna_dsat.study.config_changes import (
     core_binding_in_words,
     ready_config,
 )
-from optuna_dsat.study.requests import full_request
+from optuna_dsat.study.profile.script import follow_batch
+from optuna_dsat.study.requests import full_request, launch_request
 from optuna_dsat.study.result import learning_rate_advice
 from optuna_dsat.study.spec import make_spec
 from tests.harness.landscapes import Hill
@@ -103,6 +105,18 @@ def test_training_by_the_tuner_leaves_the_global_batch_to_deepspeed_as_its_launc
     )
     request = full_request(spec, config=COMPLETE, overlay={})
     assert request.ds_config == {key: value for key, value in COMPLETE.items() if key != TRAIN}
+
+
+def test_a_global_batch_that_the_script_may_read_from_its_file_stays_there() -> None:
+    script: dict[str, Any] = {"script": "train.py", "args": (), "cwd": "/project", "config_path": "/project/ds.json"}
+    spec = make_spec(
+        name="s", method="random", script=script, ds_config={TRAIN: 8}, device="cpu", slots_per_trial=2, output_dir="o"
+    )
+    request = launch_request(spec, launch_id="l", purpose="trial", overlay=batch_overlay(3, 5))
+    assert request.ds_config == {TRAIN: 30, MICRO: 3, ACCUMULATION: 5}
+    assert request.overlay[TRAIN] is None, "DeepSpeed completes it"
+    followed = follow_batch(spec, BatchRule(kind="loader", own=6), ranks=2)
+    assert followed.ds_config == {TRAIN: 12, MICRO: 6, ACCUMULATION: 1}
 
 
 @pytest.mark.parametrize(

@@ -100,8 +100,8 @@ class ProfileTurn:
             )
         if profiled.holds_accumulation:
             self._context.say(
-                "The script accumulates gradients by a number in its own code, not by the engine's: every trial keeps "
-                "your gradient_accumulation_steps."
+                "The script accumulates gradients, or divides its batch, by a number of its own, not the engine's: "
+                "every trial keeps your gradient_accumulation_steps."
             )
         if growing := growing_samples(profiled.followed_by(self._spec).ds_config):
             self._context.say(
