@@ -59,7 +59,7 @@ def seen(cluster: RayCluster, scenarios: str, *numbers: int) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def places(cluster: RayCluster) -> dict[str, Any]:
     """Run scenarios that leave the cluster as it was in one process, the one that shortens its patience last."""
-    return seen(cluster, "refused,queued,pinned,agent_killed,agent_frozen")
+    return seen(cluster, "refused,queued,pinned")
 
 
 def test_nodes_are_counted_that_could_ever_hold_what_is_asked_for() -> None:
@@ -210,14 +210,14 @@ def test_places_are_on_the_nodes_that_are_named_in_their_order(places: dict[str,
 
 @with_ray
 def test_with_an_agent_its_place_and_the_agents_of_other_nodes_go(places: dict[str, Any]) -> None:
-    result = places["agent_killed"]
+    result = places["queued"]["killed"]
     assert "ended with -9" in result["why"]
     assert result["lost_s"] < 20
 
 
 @with_ray
 def test_a_node_whose_agent_stands_still_is_lost_and_rid_of_it(places: dict[str, Any]) -> None:
-    result = places["agent_frozen"]
+    result = places["pinned"]["frozen"]
     assert "said nothing for 4 s" in result["why"]
     assert result["lost_s"] + result["gone_s"] < 40
 

@@ -66,6 +66,12 @@ def lives(pid: int) -> bool:
         return False
 
 
+def loss(engine: RayEngine, place: Place, pids: list[int]) -> Seen:
+    """Wait until an allocation is lost and its agents are gone; return the seconds that this took, and why it is."""
+    lost_s = until(engine, lambda: place.state is PlaceState.LOST)
+    return {"lost_s": lost_s, "gone_s": until(engine, lambda: not any(map(lives, pids))), "why": place.why}
+
+
 def refused(engine: RayEngine) -> Seen:
     """Request resources that the cluster can never grant."""
     before, answers = signal.getsignal(signal.SIGTERM), []
@@ -81,7 +87,7 @@ def refused(engine: RayEngine) -> Seen:
 
 
 def queued(engine: RayEngine) -> Seen:
-    """Request two allocations where only one fits."""
+    """Request two allocations where only one fits; release the first, and kill an agent of the second."""
     first, second = (engine.request(nodes=2, slots=2) for _ in range(2))
     pids = ready(engine, first)
     until(engine, lambda: bool(second.why))
@@ -95,12 +101,17 @@ def queued(engine: RayEngine) -> Seen:
         text = [(event.node, event.message) for event in engine.news(0.2) if event.message["news"] == "pong"]
         pongs |= {(node, isinstance(pong["sent"], float)) for node, pong in text}
     engine.release(first)
-    result["granted_s"] = until(engine, lambda: second.state is PlaceState.READY)
-    return {**result, "first": first.state, "left": [pid for pid in pids if lives(pid)]}
+    granted = ready(engine, second)
+    result |= {"first": first.state, "left": [pid for pid in pids if lives(pid)]}
+    os.kill(granted[0], signal.SIGKILL)
+    return {**result, "killed": loss(engine, second, granted)}
 
 
 def pinned(engine: RayEngine) -> Seen:
-    """Request an allocation on named nodes, in the order that Ray would not choose, and one on a missing node."""
+    """Request an allocation on named nodes, in the order that Ray would not choose, and one on a missing node.
+
+    Then stop (SIGSTOP) the agent of a node, which Ray does not notice.
+    """
     import ray
 
     engine.check(nodes=2, slots=2)
@@ -108,34 +119,18 @@ def pinned(engine: RayEngine) -> Seen:
     asked = [f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}" for node in reversed(fit)]
     own = RayEngine(sys.argv[1], names=asked)
     own.check(nodes=2, slots=2)
-    result: Seen = {"asked": asked, "on": greeted(own, own.request(nodes=2, slots=2))}
-    own.close()
+    place = own.request(nodes=2, slots=2)
+    result: Seen = {"asked": asked, "on": greeted(own, place)}
     try:
         RayEngine(sys.argv[1], names=["elsewhere"]).check(nodes=1, slots=0)
     except ClusterError as error:
         result["refused"] = str(error)
-    return result
-
-
-def agent_killed(engine: RayEngine) -> Seen:
-    """Kill the agent of a node."""
-    place = engine.request(nodes=2, slots=2)
-    pids = ready(engine, place)
-    os.kill(pids[0], signal.SIGKILL)
-    lost_s = until(engine, lambda: place.state is PlaceState.LOST)
-    gone_s = until(engine, lambda: not any(map(lives, pids)))
-    return {"lost_s": lost_s, "gone_s": gone_s, "why": place.why}
-
-
-def agent_frozen(engine: RayEngine) -> Seen:
-    """Stop (SIGSTOP) the agent of a node, which Ray does not notice."""
-    place = engine.request(nodes=2, slots=2)
-    pids = ready(engine, place)
+    pids = [agent_of(node, name) for node, name in enumerate(result["on"])]
     vars(ray_place)["LOST_S"] = 4.0  # only now: agents that start on a busy machine may be silent for as long
     os.kill(pids[1], signal.SIGSTOP)
-    lost_s = until(engine, lambda: place.state is PlaceState.LOST)
-    gone_s = until(engine, lambda: not any(map(lives, pids)))
-    return {"lost_s": lost_s, "gone_s": gone_s, "why": place.why}
+    result["frozen"] = loss(own, place, pids)
+    own.close()
+    return result
 
 
 def control_frozen(engine: RayEngine, control: int) -> Seen:
@@ -144,8 +139,7 @@ def control_frozen(engine: RayEngine, control: int) -> Seen:
     pids = ready(engine, place)
     ray_engine._SILENT_S = 8.0  # only now: it is busy while agents start; longer than a check and its answer may take
     os.kill(control, signal.SIGSTOP)
-    result: Seen = {"lost_s": until(engine, lambda: place.state is PlaceState.LOST), "why": place.why}
-    result["gone_s"] = until(engine, lambda: not any(map(lives, pids)))
+    result = loss(engine, place, pids)
     try:
         engine.request(nodes=2, slots=2)
     except DeviceError as error:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from optuna_dsat.launch.follow import follow
 from optuna_dsat.runtime.events import (
     ConfigDiffers,
     EngineReady,
@@ -18,8 +18,11 @@ from optuna_dsat.runtime.events import (
     StepMeasured,
     TrainerFound,
 )
-from tests.harness.commands import Command
+from optuna_dsat.study.profile import profile
+from tests.harness.entry_points import EntryPointBench, Run, bench, run_here
 from tests.harness.ranks import USER_CONFIG, Launch, Starter, WarmRanks, script
+
+__all__ = ["bench", "run_here"]
 
 pytestmark = pytest.mark.torchrun
 
@@ -240,25 +243,33 @@ def test_what_names_its_config_in_the_end_keeps_it_whole(tmp_path: Path, warm_ra
     assert "optimizer.type" not in launch.of(EngineReady)[0].config_differences
 
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "huggingface"
+def test_the_trainers_batch_sizes_follow_the_config_up_to_the_command_that_trains(
+    bench: EntryPointBench, run_here: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search over a simulated landscape, whose profile launch reports what those above report."""
+    options = {
+        "train_micro_batch_size_per_gpu": "--per_device_train_batch_size",
+        "gradient_accumulation_steps": "--gradient_accumulation_steps",
+    }
+    sizes = {"micro_batch": 5, "gradient_accumulation_steps": 2}
 
+    def followed(*args: Any, **kwargs: Any) -> Any:
+        record, report = follow(*args, **kwargs)
+        record.trainer = TrainerFound(rank=0, time=1.0, framework="transformers", options=options, **sizes)
+        return record, report
 
-def test_the_trainers_batch_sizes_follow_the_config_up_to_the_command_that_trains(tmp_path: Path) -> None:
-    shutil.copy(EXAMPLE / "ds_config.json", tmp_path)
-    command = Command(
-        tmp_path,
-        *("random", str(EXAMPLE / "train.py"), "ds_config.json", "--study", "hf", "--cpu-ranks", "2", "--json"),
-        *("--zero-stages", "3", "--no-tune", "offload_optimizer", "--no-tune", "offload_param"),
+    monkeypatch.setattr(profile, "follow", followed)
+    (bench.folder / "ds.json").write_text(json.dumps(config_of("huggingface")))
+    ended = run_here(
+        *("random", "train.py", "ds.json", "--cpu-ranks", "2", "--json", "--zero-stages", "3", "--confirm", "0"),
         *("--fix", "train_micro_batch_size_per_gpu=3", "--no-enqueue-user-config", "--max-trials", "1"),
-        *("--confirm", "0", "--start-profile-step", "2", "--end-profile-step", "3"),
-        *("--", "--deepspeed", "ds_config.json", "--output_dir", "out", "--do_train", "--do_eval"),
-        *("--per-device-train-batch-size", "5", "--gradient_accumulation_steps=2", "--samples", "8"),
-        "--use_cpu",
+        *("--", "--deepspeed", "ds.json", "--output_dir", "out"),
+        *("--per-device-train-batch-size", "5", "--gradient_accumulation_steps=2"),
     )
-    output, errors = command.finish()
-    result = json.loads(output)
-    follow = [line for line in errors.splitlines() if "follow each configuration" in line]
-    assert follow == [
+    assert ended.returncode == 0, ended.stderr
+    result = json.loads(ended.stdout)
+    follow_lines = [line for line in ended.stderr.splitlines() if "follow each configuration" in line]
+    assert follow_lines == [
         "The script trains with the Hugging Face Trainer: --per_device_train_batch_size (now 5) and "
         "--gradient_accumulation_steps (now 2) follow each configuration."
     ]
@@ -273,4 +284,3 @@ def test_the_trainers_batch_sizes_follow_the_config_up_to_the_command_that_train
     assert "--gradient_accumulation_steps=2" in words
     assert "--per_device_train_batch_size" not in words
     assert result["advice"] == ""
-    assert [*(tmp_path / "out").rglob("*")] == []
