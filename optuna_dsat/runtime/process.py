@@ -124,40 +124,12 @@ class _RankProcess:
         """Whether the last record is written. Exceptions of the script after it are not recorded."""
 
     def run(self, command: ScriptCommand, *, safe_path: bool) -> int:
-        rank, plan = self._rank, self._plan
+        plan, facts = self._plan, self._state.script_facts
         if not self._is_second:
             self._write_start()
-        if plan.leavings and not self._world.covers_shared_memory:
-            note_shared_buffer(Path(plan.leavings), os.environ, rank=rank.rank)
-        is_partly_redirected = bool(self._world.redirected or not self._world.mounted)
-        if plan.leavings and plan.measures and is_partly_redirected:  # a training may want its folders
-            note_created_files(Path(plan.leavings))
-            share_multiprocessing_folder()
-        if self._world.redirected:
-            upper = Path(plan.world.folder) / "files"
-            redirect_writes(upper, folders=self._world.redirected, passed=self._world.passed)
-        if self._world.unprivileged:
-            rename_across_layers()
-        if self._reports_imports:
-            self._environment.install()
-        ImportWatch({"torch.utils.file_baton": guard_builds}).install()
-        hook = DeepSpeedHook(
-            plan=plan, rank=rank, writer=self._writer, state=self._state, exit_process=self._exit_after_last_step
-        )
-        hook.install()
-        self._take_on_in_engine = hook.take_on
-        set_current_trial(hook)
-        facts = self._state.script_facts
-        default_local_rank(rank.local_rank, on_found=lambda option: facts.update(takes_local_rank=option))
-        given_config = plan.config_path if plan.user_config_path else ""
-        default_config_option(
-            given_config, user_config=plan.user_config_path, on_found=lambda option: facts.update(config_option=option)
-        )
-        args = replace_config_paths(command.args, user_config=plan.user_config_path, config=plan.config_path)
-        given = with_local_rank(args, rank.local_rank, script=None if command.is_module else Path(command.name))
-        if given != args:
-            args = given
-            facts["takes_local_rank"] = LOCAL_RANK
+        self._keep_files_apart()
+        self._install_hook()
+        args = self._arguments(command)
 
         def reads_config(by_its_name: bool) -> None:
             facts["config_in_code"] = facts.get("config_in_code", True) and not by_its_name
@@ -175,6 +147,51 @@ class _RankProcess:
             self._finish("script_end")
             self._limit_exit(0)
         return 0
+
+    def _keep_files_apart(self) -> None:
+        """Redirect what the script writes where no overlay does it, and note what has to be removed afterwards."""
+        plan, world = self._plan, self._world
+        if plan.leavings and not world.covers_shared_memory:
+            note_shared_buffer(Path(plan.leavings), os.environ, rank=self._rank.rank)
+        is_partly_redirected = bool(world.redirected or not world.mounted)
+        if plan.leavings and plan.measures and is_partly_redirected:  # a training may want its folders
+            note_created_files(Path(plan.leavings))
+            share_multiprocessing_folder()
+        if world.redirected:
+            redirect_writes(Path(plan.world.folder) / "files", folders=world.redirected, passed=world.passed)
+        if world.unprivileged:
+            rename_across_layers()
+
+    def _install_hook(self) -> None:
+        """Watch imports: DeepSpeed gets the trial's settings and is measured."""
+        if self._reports_imports:
+            self._environment.install()
+        ImportWatch({"torch.utils.file_baton": guard_builds}).install()
+        hook = DeepSpeedHook(
+            plan=self._plan,
+            rank=self._rank,
+            writer=self._writer,
+            state=self._state,
+            exit_process=self._exit_after_last_step,
+        )
+        hook.install()
+        self._take_on_in_engine = hook.take_on
+        set_current_trial(hook)
+
+    def _arguments(self, command: ScriptCommand) -> tuple[str, ...]:
+        """Return the script's arguments with the trial's config, and have it get what its launcher would pass."""
+        plan, rank, facts = self._plan, self._rank, self._state.script_facts
+        default_local_rank(rank.local_rank, on_found=lambda option: facts.update(takes_local_rank=option))
+        default_config_option(
+            plan.config_path if plan.user_config_path else "",
+            user_config=plan.user_config_path,
+            on_found=lambda option: facts.update(config_option=option),
+        )
+        args = replace_config_paths(command.args, user_config=plan.user_config_path, config=plan.config_path)
+        given = with_local_rank(args, rank.local_rank, script=None if command.is_module else Path(command.name))
+        if given != args:
+            facts["takes_local_rank"] = LOCAL_RANK
+        return given
 
     def _record_exit_at_once(self) -> None:
         """Record the end of a script that caught out-of-memory errors and calls ``os._exit``."""
