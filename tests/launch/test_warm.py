@@ -267,30 +267,25 @@ class TestWhatMustNotBeImported:
         with pytest.raises(WarmUnavailableError, match="killed 6 times"):
             warm._begin({**BASE_ENV, "PYTHONPATH": str(tmp_path)}, python=sys.executable)
 
-    @pytest.mark.parametrize(
-        ("code", "left_out"),
-        [
-            ("import os\nRANK = os.environ.get('RANK', 0)", True),
-            ("import os\nCOPY = dict(os.environ)\nHOME = os.environ.get('HOME')", False),
-            ("import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()", True),
-            ("import threading\nthread = threading.Thread(target=print)\nthread.start()\nthread.join()", False),
-            ("raise RuntimeError('not today')", False),
-            ("import subprocess\nsubprocess.run(['true'], check=True)", False),
-            ("import os\nRANK = os.environb.get(b'RANK', 0)", True),
-        ],
-        ids=[
-            *("reads-the-rank", "reads-the-rest", "leaves-a-thread", "joins-its-thread", "fails", "runs-a-program"),
-            "reads-the-rank-in-bytes",
-        ],
-    )
-    def test_only_what_spoils_a_fork_is_left_to_the_ranks(
-        self, warm: Forking, tmp_path: Path, code: str, left_out: bool
+    def test_only_what_spoils_a_fork_is_left_to_the_ranks_and_what_imports_it(
+        self, warm: Forking, tmp_path: Path
     ) -> None:
-        (tmp_path / "odd_package.py").write_text(code)
-        (tmp_path / "good_package.py").write_text("")
-        assert self.start(warm, tmp_path, "odd_package", "good_package").left_out == (
-            ("odd_package",) if left_out else ()
-        )
+        thread = "import threading, time\nthread = threading.Thread(target=time.sleep, args=({},), daemon=True)\n"
+        spoils = {
+            "reads_the_rank": "import os\nRANK = os.environ.get('RANK', 0)",
+            "imports_it": "import reads_the_rank",
+            "reads_the_rank_in_bytes": "import os\nRANK = os.environb.get(b'RANK', 0)",
+            "leaves_a_thread": f"{thread.format(60)}thread.start()",
+        }
+        others = {
+            "reads_the_rest": "import os\nCOPY = dict(os.environ)\nHOME = os.environ.get('HOME')",
+            "joins_its_thread": f"{thread.format(0)}thread.start()\nthread.join()",
+            "fails": "raise RuntimeError('not today')",
+            "runs_a_program": "import subprocess\nsubprocess.run(['true'], check=True)",
+        }
+        for name, code in (spoils | others).items():
+            (tmp_path / f"{name}.py").write_text(code)
+        assert set(self.start(warm, tmp_path, *others, *spoils).left_out) == set(spoils)
 
     @pytest.mark.parametrize(
         ("module", "end", "code"), [("ending", "os._exit(3)", 3), ("sitecustomize", "del os.pidfd_open", 1)]
@@ -304,11 +299,6 @@ class TestWhatMustNotBeImported:
         with pytest.raises(WarmUnavailableError, match=f"ended with exit code {code}"):
             warm._begin({**BASE_ENV, "PYTHONPATH": str(tmp_path), "DS_ACCELERATOR": "cpu"}, python=sys.executable)
         assert (tmp_path / "warm.log").read_text().count("import") == 1
-
-    def test_who_imports_it_is_left_out_too(self, warm: Forking, tmp_path: Path) -> None:
-        (tmp_path / "reader.py").write_text("import os\nRANK = os.getenv('LOCAL_RANK')")
-        (tmp_path / "importer.py").write_text("import reader")
-        assert set(self.start(warm, tmp_path, "importer").left_out) == {"reader", "importer"}
 
 
 def test_a_forked_launch_that_fails_is_repeated_plainly(folder: Path, tmp_path: Path) -> None:
