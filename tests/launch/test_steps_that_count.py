@@ -121,7 +121,7 @@ def test_skipped_steps_without_fp16_advise_nothing_about_it(precision: str) -> N
 def test_a_script_that_ends_among_skipped_steps_is_out_of_data() -> None:
     verdict = classify(facts_of("xx.", "script_end"))
     assert verdict.outcome is Outcome.OUT_OF_DATA
-    assert "after 1 global steps (and 2 that the loss scaler skipped), before step 4" in verdict.message
+    assert "after 1 global step (and 2 that the loss scaler skipped), before step 4" in verdict.message
 
 
 def test_the_batch_of_warm_up_is_not_compared_behind_skipped_steps() -> None:
