@@ -45,12 +45,9 @@ def run_full(
         0, or the exit code of the rank that failed first (128 plus the number of a signal, as in shells).
 
     Raises:
-        ValueError: If the purpose is not ``full``.
         DeviceError: If others hold the devices for longer than ``wait_for_gpus_s``.
         OutputError: If the run directory cannot be written.
     """
-    if request.purpose != "full":
-        raise ValueError(f"Only a launch of purpose 'full' runs in the foreground; got {request.purpose!r}.")
     pool, mark = SlotPool(devices, max_slots=max_slots, on_notice=on_notice), new_mark()
     LeftoverWatch(os.environ, on_notice=on_notice).begin()
     wait = SlotWait(pool.holders, slots=request.slots, limit_s=wait_for_gpus_s, on_notice=on_notice)

@@ -199,13 +199,9 @@ class TorchrunLauncher:
 
         Raises:
             SlotsBusyError: If fewer than ``request.slots`` slots are free.
-            ValueError: If the purpose is ``full`` (see ``run_full``), the name is in use, or it never fits.
+            ValueError: If it never fits.
             OutputError: If the run directory cannot be written.
         """
-        if request.purpose == "full":
-            raise ValueError("A full run is in the foreground and is not followed: call run_full().")
-        if request.launch_id in (*self._running, *self.waiting):
-            raise ValueError(f"launch_id is unique; {request.launch_id!r} is running.")
         request = replace(request, continues=request.continues and self._continues)
         self._places.admit(request)
         if self._continue(request):

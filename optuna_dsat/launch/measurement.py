@@ -74,12 +74,7 @@ def merge_ranks(steps: Sequence[StepMeasured], *, data_parallel_size: int, confi
 
     ``data_parallel_size`` is the number of ranks with different samples; ranks of a model-parallel group see the same
     samples. ``configured_samples``, the engine's train batch size, counts if no rank observed its input.
-
-    Raises:
-        ValueError: If ``steps`` is empty or mixes different steps.
     """
-    if len({s.step for s in steps}) != 1:
-        raise ValueError(f"expected one step from every rank, got steps {sorted({s.step for s in steps})}")
     seen = [s.samples for s in steps if s.samples > 0]
     losses = [s.loss for s in steps if s.loss is not None and math.isfinite(s.loss)]
     # Later stages of a pipeline receive activations instead of tokens.

@@ -215,12 +215,7 @@ class SimulatedLauncher:
 
         Raises:
             SlotsBusyError: If fewer than ``request.slots`` slots are free.
-            ValueError: If a launch of this name runs, or the purpose is ``full``.
         """
-        if request.purpose == "full":
-            raise ValueError("A landscape cannot train: the purpose 'full' is not simulated.")
-        if request.launch_id in self._running:
-            raise ValueError(f"launch_id is unique; {request.launch_id!r} is running.")
         if not 1 <= request.slots <= self.free_slots:
             raise SlotsBusyError(
                 f"A launch asks for {things_in_words(request.slots, 'slot')}; "

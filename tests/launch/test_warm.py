@@ -177,7 +177,7 @@ def test_processes_of_the_script_s_own_work_in_a_fork_and_leave_nothing(
     launcher: TorchrunLauncher, folder: Path, temporary: Path
 ) -> None:
     processes, files = descendants(), {*temporary.iterdir()}
-    report, updates = run(launcher, request(folder, launch_id="helped", script="helped.py", end_profile_step=10))
+    report, updates = run(launcher, request(folder, launch_id="helped", script="helped.py", end_profile_step=5))
     assert report.outcome is Outcome.MEASURED, report
     assert [event.forked for event in events(updates, RankStarted)] == [True, True]
     assert {*temporary.iterdir()} == files
