@@ -1,4 +1,4 @@
-"""A launcher of forked launches, shared by files whose tests are not about its start."""
+"""A launcher of forked launches, shared by files whose tests are not about its start, and a machine with GPUs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ import pytest
 from optuna_dsat.launch.launcher import TorchrunLauncher, local_launcher
 from optuna_dsat.launch.machine.devices import cpu_devices
 from tests.harness.launches import DS_CONFIG, request, updates_until_finished
+from tests.harness.nvml_machine import machine, nvml_libraries
 
 from .test_torchrun import BASE_ENV
+
+__all__ = ["machine", "nvml_libraries"]
 
 
 @pytest.fixture(scope="session")

@@ -22,10 +22,8 @@ from optuna_dsat.runtime.events import Event, EventWriter, RankStarted
 from tests.harness import present
 from tests.harness.events import engine, step_of
 from tests.harness.launches import followed, processes_of
-from tests.harness.nvml_machine import Machine, machine, nvml_libraries, uuid
+from tests.harness.nvml_machine import Machine, uuid
 from tests.harness.workers import wait_until
-
-__all__ = ["machine", "nvml_libraries"]
 
 AGENT, RANK, WORKER, LATE = (ProcessKey(pid, 1) for pid in (10, 11, 12, 13))
 

@@ -11,10 +11,8 @@ import torch
 
 from optuna_dsat.launch.machine import devices as devices_module
 from optuna_dsat.launch.machine.devices import environment_of
-from tests.harness.nvml_machine import Machine, machine, nvml_libraries, uuid
+from tests.harness.nvml_machine import Machine, uuid
 from tests.harness.simulated import SIMULATED_DEVICES
-
-__all__ = ["machine", "nvml_libraries"]
 
 
 def git(folder: Path, *arguments: str) -> str:

@@ -12,9 +12,7 @@ from optuna_dsat.launch.machine import devices as devices_module
 from optuna_dsat.launch.machine.nvml import DeviceError, NvmlError
 from optuna_dsat.runtime.agent.processes import ProcessKey
 from optuna_dsat.runtime.measure.memory import host_memory_bytes
-from tests.harness.nvml_machine import GPU_IS_LOST, MIB, NOT_SUPPORTED, UNKNOWN, Machine, machine, nvml_libraries, uuid
-
-__all__ = ["machine", "nvml_libraries"]
+from tests.harness.nvml_machine import GPU_IS_LOST, MIB, NOT_SUPPORTED, UNKNOWN, Machine, uuid
 
 COMPUTE, GRAPHICS = "nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetGraphicsRunningProcesses"
 MEMORY = "nvmlDeviceGetMemoryInfo"

@@ -18,9 +18,7 @@ from optuna_dsat.tuning.options.given import Given
 from optuna_dsat.tuning.options.tune_options import RandomOptions
 from optuna_dsat.tuning.prepare import Prepared, prepare
 from tests.harness.entry_points import leave
-from tests.harness.nvml_machine import GPU_IS_LOST, Machine, machine, nvml_libraries
-
-__all__ = ["machine", "nvml_libraries"]
+from tests.harness.nvml_machine import GPU_IS_LOST, Machine
 
 PARTS = [f"MIG-{letter}0000000-1111-2222-3333-444444444444" for letter in "ab"]
 

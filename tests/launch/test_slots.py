@@ -20,9 +20,7 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.agent.processes import MARK_ENV, ProcessKey
 from optuna_dsat.runtime.measure.memory import host_memory_bytes
 from tests.harness.launches import followed, processes_of
-from tests.harness.nvml_machine import Machine, machine, nvml_libraries, uuid
-
-__all__ = ["machine", "nvml_libraries"]
+from tests.harness.nvml_machine import Machine, uuid
 
 GONE = 2**22 + 1
 """A process number that Linux never assigns."""

@@ -25,9 +25,7 @@ from optuna_dsat.launch.warm.forking import Forking
 from optuna_dsat.outcome import Outcome
 from tests.harness import present
 from tests.harness.launches import request
-from tests.harness.nvml_machine import NOT_SUPPORTED, Machine, machine, nvml_libraries, uuid
-
-__all__ = ["machine", "nvml_libraries"]
+from tests.harness.nvml_machine import NOT_SUPPORTED, Machine, uuid
 
 GIB = 2**30
 SLEEPER = Holder(device="GPU 1", who="process 4711 (sleep, user anna)", used_bytes=5 * GIB)
