@@ -135,6 +135,14 @@ def test_without_a_confirmation_the_best_measurement_is_the_result_be_it_the_use
     assert better.speed_up.rounds == 0
 
 
+def test_a_config_that_failed_in_the_rounds_is_not_the_result_of_the_search() -> None:
+    """The time of the rounds was over after the launch that failed, and its config was the result."""
+    rounds = Rounds(chosen=(2, 1, OWN), measured=3, launches=(launch(1, 1, None),))
+    result = judged((trial(OWN, 10.0), trial(1, 16.0), trial(2, 15.9)), rounds)
+    assert (result.kind, result.result.number) == (VerdictKind.UNCONFIRMED, 2)
+    assert present(result.at_user_batch).number == 2
+
+
 def test_where_the_time_ended_before_it_was_known_the_users_config_is_the_result() -> None:
     result = judged(TRIALS[:2], rounds_of({OWN: [10.0, 9.0, 11.0], 1: [12.0, 8.9, 11.4]}))
     assert (result.kind, result.result.number, result.best.number) == (VerdictKind.NOT_CONFIRMED, OWN, 1)

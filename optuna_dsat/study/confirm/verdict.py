@@ -202,6 +202,7 @@ class _Judge:
         self._trials = {trial.number: trial for trial in measured}
         self.permitted = [trial.number for trial in measured if may_be_result(trial, rounds, spec)]
         """Numbers of the measured trials that may be the result, the best first."""
+        self._unfailed = [number for number in self.permitted if rounds.failure(number) is None] or self.permitted
         own = attributes.user_config_trial(trials)
         self._baseline = None if own is None or own.number not in self._trials else own.number
         self._values = {number: item for number, item in rounds.values().items() if number in self.permitted}
@@ -260,8 +261,8 @@ class _Judge:
         return [number for number in sure if number == first or self._is_tied(number, first)]
 
     def by_search(self) -> Verdict:
-        """Return the verdict by the search alone: the best measurement, possibly the user's config."""
-        best = self.permitted[0]
+        """Return the verdict by the search: the best measurement of a config that did not fail in the rounds."""
+        best = self._unfailed[0]
         return self._verdict(VerdictKind.UNCONFIRMED, best, best, ties=(), undecided=())
 
     def _kind(self, pick: int, best: int) -> VerdictKind:
@@ -419,7 +420,7 @@ class _Judge:
 
     def _at_batch(self, batch: int) -> Measured | None:
         """Return the trial with the best speed-up, or metric, at a global batch, by the rounds if there are any."""
-        numbers = [n for n in (self._eligible if self.paired else self.permitted) if self._batch(n) == batch]
+        numbers = [n for n in (self._eligible if self.paired else self._unfailed) if self._batch(n) == batch]
         if self._baseline is None:
             best = max(numbers, key=self._score) if self.paired and numbers else next(iter(numbers), None)
             return None if best is None else self._decided(best)
