@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -65,17 +66,16 @@ def environment(base: dict[str, str], *, kind: str = "cpu", purpose: str = "tria
     devices = GPUS if kind == "cuda" else cpu_devices(2).devices
     launch = request(Path("/project"))
     launch = replace(launch, command=replace(launch.command, python="/venv/bin/python"))
-    return launch_environment(
-        base,
-        request=replace(
-            launch, command=replace(launch.command, python="/venv/bin/python"), purpose=purpose, env={"MINE": "1"}
-        ),
-        directory=RunDirectory(Path("/out/trial-0000")),
-        devices=devices,
-        kind=kind,
-        mark="mark",
-        **{"total_slots": 4, "cores": 16, **options},
-    )
+    with patch("optuna_dsat.launch.agent.command.usable_cores", return_value=16):
+        return launch_environment(
+            base,
+            request=replace(launch, purpose=purpose, env={"MINE": "1"}),
+            directory=RunDirectory(Path("/out/trial-0000")),
+            devices=devices,
+            kind=kind,
+            mark="mark",
+            **{"total_slots": 4, **options},
+        )
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])

@@ -120,13 +120,12 @@ def launch_environment(
     kind: str,
     total_slots: int,
     mark: str,
-    cores: int | None = None,
     rendezvous: Rendezvous | None = None,
 ) -> dict[str, str]:
     """Return the environment of a launch, based on the tuner's.
 
     ``request.env`` overrides ``base``, but not variables required by the launch. ``total_slots`` is the maximum number
-    of concurrent ranks on this machine, over all launches, which share ``cores`` (None for the cores of this process).
+    of concurrent ranks on this machine, over all launches, which share the cores of this process.
     """
     environ = {
         name: value
@@ -143,8 +142,7 @@ def launch_environment(
     else:
         environ["LOCAL_SIZE"] = str(len(devices))
     # Set for started and forked ranks alike: torchrun's default is one thread, a fork inherits its parent's number.
-    cores = usable_cores() if cores is None else cores
-    environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // max(1, total_slots))))
+    environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // max(1, total_slots))))
     environ.update(rank_variables(directory))
     environ[MARK_ENV] = mark
     return environ
