@@ -21,7 +21,7 @@ from tests.crash_points.runs import METHODS, SEED
 from tests.harness.databases import EXTERNAL, Server
 
 ROOT = Path(__file__).parents[2]
-SAMPLE = 6
+SAMPLE = 4
 """Blows of a run of the suite; ``make crash-points`` tries all."""
 LIMIT_S = 600.0
 
