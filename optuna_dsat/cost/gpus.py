@@ -80,6 +80,10 @@ class GpuSpec:
     """Data sheet of a GPU."""
 
     name: str
+    device_name: str
+    """CUDA's name without the brand, empty if unknown. Only full matches count: ``GB200``, ``H200 NVL``, virtual GPUs
+    (``A100-40C``) and MIG instances (``H100 80GB HBM3 MIG 1g.10gb``) are other devices.
+    """
     memory_gib: float
     """Nominal size."""
     tflops: float
@@ -107,9 +111,12 @@ class GpuSpec:
         return _REACHED_PCIE * self.pcie_gb_per_s / 2 * 1e9
 
 
-def _gpu(name: str, gib: float, tflops: float, fp32: float, memory: float, pcie: float, nvlink: float = 0) -> GpuSpec:
+def _gpu(
+    name: str, device: str, gib: float, tflops: float, fp32: float, memory: float, pcie: float, nvlink: float = 0
+) -> GpuSpec:
     return GpuSpec(
         name=name,
+        device_name=device,
         memory_gib=gib,
         tflops=tflops,
         fp32_tflops=fp32,
@@ -121,27 +128,27 @@ def _gpu(name: str, gib: float, tflops: float, fp32: float, memory: float, pcie:
 
 
 _ALL = (
-    _gpu("t4", 15, 65, 8.1, 320, 32),  # error correction uses a sixteenth of its memory
-    _gpu("v100-16g", 16, 125, 15.7, 900, 32, 300),
-    _gpu("v100-32g", 32, 125, 15.7, 900, 32, 300),
-    _gpu("a10", 22.5, 125, 31.2, 600, 64),  # likewise
-    _gpu("a30", 24, 165, 10.3, 933, 64, 200),
-    _gpu("a40", 45, 149.7, 37.4, 696, 64),  # likewise
-    _gpu("a6000", 48, 154.8, 38.7, 768, 64),
-    _gpu("a100-40g", 40, 312, 19.5, 1555, 64, 600),
-    _gpu("a100-80g", 80, 312, 19.5, 2039, 64, 600),
-    _gpu("a100-80g-pcie", 80, 312, 19.5, 1935, 64),
-    _gpu("l4", 22.5, 121, 30.3, 300, 64),
-    _gpu("l40s", 45, 362.05, 91.6, 864, 64),
-    _gpu("h100", 80, 989.5, 67, 3350, 128, 900),
-    _gpu("h100-pcie", 80, 756.5, 51, 2000, 128),
-    _gpu("h200", 141e9 / 2**30 / (1 - _RESERVED), 989.5, 67, 4800, 128, 900),
-    _gpu("gh200", 96, 989.5, 67, 4000, 900, 900),
-    _gpu("gh200-144g", 144e9 / 2**30 / (1 - _RESERVED), 989.5, 67, 4900, 900, 900),
-    _gpu("b200", 180, 2250, 75, 8000, 128, 1800),
-    _gpu("mi300x", 192, 1307.4, 163.4, 5300, 128, 896),
-    _gpu("rtx3090", 24, 71, 35.6, 936, 64),
-    _gpu("rtx4090", 24, 165.2, 82.6, 1008, 64),
+    _gpu("t4", "T4", 15, 65, 8.1, 320, 32),  # error correction uses a sixteenth of its memory
+    _gpu("v100-16g", "V100-SXM2-16GB", 16, 125, 15.7, 900, 32, 300),
+    _gpu("v100-32g", "V100-SXM2-32GB", 32, 125, 15.7, 900, 32, 300),
+    _gpu("a10", "A10", 22.5, 125, 31.2, 600, 64),  # likewise
+    _gpu("a30", "A30", 24, 165, 10.3, 933, 64, 200),
+    _gpu("a40", "A40", 45, 149.7, 37.4, 696, 64),  # likewise
+    _gpu("a6000", "RTX A6000", 48, 154.8, 38.7, 768, 64),
+    _gpu("a100-40g", "A100-SXM4-40GB", 40, 312, 19.5, 1555, 64, 600),
+    _gpu("a100-80g", "A100-SXM4-80GB", 80, 312, 19.5, 2039, 64, 600),
+    _gpu("a100-80g-pcie", "A100 80GB PCIe", 80, 312, 19.5, 1935, 64),
+    _gpu("l4", "L4", 22.5, 121, 30.3, 300, 64),
+    _gpu("l40s", "L40S", 45, 362.05, 91.6, 864, 64),
+    _gpu("h100", "H100 80GB HBM3", 80, 989.5, 67, 3350, 128, 900),
+    _gpu("h100-pcie", "H100 PCIe", 80, 756.5, 51, 2000, 128),
+    _gpu("h200", "H200", 141e9 / 2**30 / (1 - _RESERVED), 989.5, 67, 4800, 128, 900),
+    _gpu("gh200", "GH200 480GB", 96, 989.5, 67, 4000, 900, 900),
+    _gpu("gh200-144g", "GH200 144G HBM3e", 144e9 / 2**30 / (1 - _RESERVED), 989.5, 67, 4900, 900, 900),
+    _gpu("b200", "B200", 180, 2250, 75, 8000, 128, 1800),
+    _gpu("mi300x", "", 192, 1307.4, 163.4, 5300, 128, 896),
+    _gpu("rtx3090", "GeForce RTX 3090", 24, 71, 35.6, 936, 64),
+    _gpu("rtx4090", "GeForce RTX 4090", 24, 165.2, 82.6, 1008, 64),
 )
 
 GPUS: Mapping[str, GpuSpec] = MappingProxyType({gpu.name: gpu for gpu in _ALL})
@@ -159,34 +166,6 @@ CPU_PRIORS: Priors = MappingProxyType(
     }
 )
 """Prior for a rank on the CPU: rounded figures of a virtual machine, with wide spreads."""
-
-_DEVICE_NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        "T4": "t4",
-        "V100-SXM2-16GB": "v100-16g",
-        "V100-SXM2-32GB": "v100-32g",
-        "A10": "a10",
-        "A30": "a30",
-        "A40": "a40",
-        "RTX A6000": "a6000",
-        "A100-SXM4-40GB": "a100-40g",
-        "A100-SXM4-80GB": "a100-80g",
-        "A100 80GB PCIe": "a100-80g-pcie",
-        "L4": "l4",
-        "L40S": "l40s",
-        "H100 80GB HBM3": "h100",
-        "H100 PCIe": "h100-pcie",
-        "H200": "h200",
-        "GH200 480GB": "gh200",
-        "GH200 144G HBM3e": "gh200-144g",
-        "B200": "b200",
-        "GeForce RTX 3090": "rtx3090",
-        "GeForce RTX 4090": "rtx4090",
-    }
-)
-"""CUDA's device name without the brand -> name. Only full matches count: ``GB200``, ``H200 NVL``, virtual GPUs
-(``A100-40C``) and MIG instances (``H100 80GB HBM3 MIG 1g.10gb``) are other devices.
-"""
 
 _COUNT = re.compile(r"^\d+\s*x\s*")
 """Number of GPUs before the name, as in 8xH100."""
@@ -207,8 +186,8 @@ def find_gpu(name: str) -> GpuSpec:
 
 def gpu_of_device(device_name: str) -> GpuSpec | None:
     """Return the GPU with this CUDA device name or table name, None if it is not in the table."""
-    name = _DEVICE_NAMES.get(_BRAND.sub("", device_name.strip(), count=1), device_name)
-    return GPUS.get(name)
+    plain = _BRAND.sub("", device_name.strip(), count=1)
+    return next((gpu for gpu in _ALL if device_name == gpu.name or plain == gpu.device_name != ""), None)
 
 
 def peak_flops(gpu: GpuSpec | None, config: Mapping[str, Any], *, param_bytes: int) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -123,16 +123,13 @@ class CandidateTable:
         self.lineages = space.lineages()
         """Params of each row."""
         self._index = {lineage_key(params): row for row, params in enumerate(self.lineages)}
-        structures = [tuple(params.get(name) for name in (*STRUCTURE, NVME)) for params in self.lineages]
-        indices = {key: index for index, key in enumerate(dict.fromkeys(structures))}
-        self.structure = np.array([indices[key] for key in structures], dtype=np.int64)
+        self.structure, _ = _indices(tuple(params.get(name) for name in (*STRUCTURE, NVME)) for params in self.lineages)
         """Index of each row's structure: ZeRO stage and offload, NVMe apart from CPU."""
-        engines: dict[Hashable, int] = {}
-        self.engine = np.array(
-            [engines.setdefault(static_settings(params), len(engines)) for params in self.lineages], dtype=np.int64
-        )
+        self.engine, _ = _indices(map(static_settings, self.lineages))
         """Index of each row's settings that a running engine cannot change: rows of an index continue each other."""
-        self.relatives = np.column_stack([self._coded(name) for name in STRUCTURE])
+        self.relatives = np.column_stack(
+            [_indices(params.get(name) for params in self.lineages)[0] for name in STRUCTURE]
+        )
         """Index of each row's ZeRO stage, offload of the optimizer and offload of the parameters, shape (rows, 3)."""
         self.knobs, values = self._codes()
         """Index of the value of each other knob, shape (rows, knobs)."""
@@ -233,27 +230,20 @@ class CandidateTable:
             non_contiguous=1 - self.columns.contiguous[rows],
         )
 
-    def _coded(self, name: str) -> Numbers:
-        """Return the index of each row's value of a knob; rows without a value have a separate index."""
-        ids: dict[Any, int] = {}
-        return np.array([ids.setdefault(params.get(name), len(ids)) for params in self.lineages], dtype=np.int64)
-
     def _knob_names(self) -> list[str]:
         """Return the knobs that are not part of the structure."""
         return [tuned.name for tuned in self._space.knobs if tuned.name not in (*STRUCTURE, NVME)]
 
     def _codes(self) -> tuple[Numbers, list[list[Any]]]:
         """Return the index of each knob's value, shape (rows, knobs), and the values of each, None if unset."""
-        names = self._knob_names()
-        values: list[dict[Any, int]] = [{} for _ in names]
-        codes = [
-            [
-                ids.setdefault(ds_config.canonical_number(params.get(name)), len(ids))
-                for name, ids in zip(names, values, strict=True)
-            ]
-            for params in self.lineages
+        coded = [
+            _indices(ds_config.canonical_number(params.get(name)) for params in self.lineages)
+            for name in self._knob_names()
         ]
-        return np.array(codes, dtype=np.int64).reshape(len(self.lineages), len(names)), [list(ids) for ids in values]
+        codes = np.zeros((len(self.lineages), len(coded)), dtype=np.int64)
+        for place, (indices, _) in enumerate(coded):
+            codes[:, place] = indices
+        return codes, [values for _, values in coded]
 
     def _count_non_default_knobs(self) -> Numbers:
         usual: dict[tuple[str, int], Any] = {}
@@ -390,6 +380,12 @@ class CandidateTable:
             launch=np.full(count, -1, dtype=np.int64),
             used={},
         )
+
+
+def _indices(items: Iterable[Hashable]) -> tuple[Numbers, list[Any]]:
+    """Return for each item the index of its value among the different ones, and these in the order of their coming."""
+    ids: dict[Hashable, int] = {}
+    return np.array([ids.setdefault(item, len(ids)) for item in items], dtype=np.int64), list(ids)
 
 
 def static_settings(params: Mapping[str, Any]) -> Hashable:
