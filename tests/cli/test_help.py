@@ -18,7 +18,6 @@ from tests.harness.entry_points import EntryPointBench, Run, bench, leave, run_h
 
 __all__ = ["bench", "run_here"]
 
-METHODS = sorted(SEARCHES - {"tune", "run"})
 OPTION = re.compile(r"^  (?:-\w, )?(--[\w-]+)", re.MULTILINE)
 
 
@@ -35,24 +34,17 @@ def options(command: str) -> list[TyperOption]:
     return [param for param in params if isinstance(param, TyperOption)]
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_the_help_of_a_search_shows_ten_options_and_where_the_others_are(run_here: Run, method: str) -> None:
-    text = shown(run_here, method, "--help")
-    assert text == shown(run_here, method, "-h")
-    first = OPTION.findall(text.partition("Options that matter most:")[2])
-    assert len(first) == 10
-    assert {"--max-trials", "--zero-stages", "--storage", "--dry-run"} <= set(first)
-    assert len(text.splitlines()) < 60
-    others = len(options(method)) - 10
-    assert re.search(rf"{others} more options: .* {method} --help-all", text)
-
-
-@pytest.mark.parametrize("command", ["tune", "run"])
-def test_where_no_method_is_named_the_method_comes_beside_the_ten(run_here: Run, command: str) -> None:
+@pytest.mark.parametrize("command", ["asha", "tune", "run"])
+def test_the_help_of_a_search_shows_ten_options_and_where_the_others_are(run_here: Run, command: str) -> None:
     text = shown(run_here, command, "--help")
-    assert len(OPTION.findall(text.partition("Options that matter most:")[2])) == 11
-    assert "--method" in text
-    assert "else guided" in " ".join(text.split())
+    assert text == shown(run_here, command, "-h")
+    first = OPTION.findall(text.partition("Options that matter most:")[2])
+    assert {"--max-trials", "--zero-stages", "--storage", "--dry-run"} <= set(first)
+    assert len(first) == (10 if command == "asha" else 11), "the method comes beside the ten where none is named"
+    assert ("else guided" in " ".join(text.split())) == ("--method" in first) == (command != "asha")
+    assert len(text.splitlines()) < 60
+    others = len(options(command)) - len(first)
+    assert re.search(rf"{others} more options: .* {command} --help-all", text)
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {"db"}))

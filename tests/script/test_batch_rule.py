@@ -52,19 +52,17 @@ def test_the_steps_are_held_if_the_script_may_divide_by_its_steps_or_its_ranks()
     assert guesses(found(options={"--epochs": 16}), own=4, ranks=2, steps=2) == []
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"--micro_batch_size": 4, "--epochs": 32, "--global_batch_size": 32}, "--global_batch_size"),
-        ({"--micro_batch_size": 4, "--eval_batch_size": 32}, ""),
-        ({"--micro_batch_size": 4, "--global_batch_size": 64}, ""),
-    ],
-)
-def test_a_script_with_both_batch_sizes_is_given_both(options: dict[str, int], expected: str) -> None:
+def test_a_script_with_both_batch_sizes_is_given_both() -> None:
     own = BatchTriangle(train_batch_size=32, micro_batch=4, gradient_accumulation_steps=4)
-    assert global_batch_option(found(options=options), own, micro_batch=4) == expected
     alone = BatchTriangle(train_batch_size=4, micro_batch=4, gradient_accumulation_steps=1)
-    assert global_batch_option(found(options=options), alone, micro_batch=4) == ""
+    for options, expected in (
+        ({"--epochs": 32, "--global_batch_size": 32}, "--global_batch_size"),
+        ({"--eval_batch_size": 32}, ""),
+        ({"--global_batch_size": 64}, ""),
+    ):
+        noted = found(options={"--micro_batch_size": 4, **options})
+        assert global_batch_option(noted, own, micro_batch=4) == expected
+        assert global_batch_option(noted, alone, micro_batch=4) == ""
 
 
 def test_a_micro_batch_is_no_global_batch_where_the_config_gives_none() -> None:
@@ -78,10 +76,10 @@ def test_an_option_with_the_number_of_rows_is_the_micro_batch_rather_than_a_glob
     assert (first.own, first.counts, first.rows) == (8, MICRO_BATCH, (1, 1))
 
 
-@pytest.mark.parametrize("name", ["--bptt", "--seq-len", "--max_length", "model.block_size=", "--context"])
-def test_a_length_is_no_batch_size(name: str) -> None:
-    assert guesses(found(options={name: 4}), own=4, ranks=1) == []
-    assert guesses(found(settings=[{"file": "/a/run.yaml", "key": name, "value": 4}]), own=4, ranks=1) == []
+def test_a_length_is_no_batch_size() -> None:
+    for name in ("--bptt", "--seq-len", "--max_length", "model.block_size=", "--context"):
+        assert guesses(found(options={name: 4}), own=4, ranks=1) == []
+        assert guesses(found(settings=[{"file": "/a/run.yaml", "key": name, "value": 4}]), own=4, ranks=1) == []
 
 
 def test_a_held_batch_is_not_compared_with_the_config() -> None:
@@ -89,10 +87,10 @@ def test_a_held_batch_is_not_compared_with_the_config() -> None:
     assert BatchRule(kind="option", own=4, option="--b").source(ranks=2) == {}
 
 
-@pytest.mark.parametrize("name", ["--bs", "-b", "--bz", "--mb", "--mbs", "--micro", "train.batch=", "--per_device_bsz"])
-def test_names_that_mean_a_batch_size(name: str) -> None:
-    rules = guesses(found(options={name: 4}, loaders=[loader()]), own=4, ranks=1)
-    assert [rule.kind for rule in rules] == ["option", "loader"]
+def test_names_that_mean_a_batch_size() -> None:
+    for name in ("--bs", "-b", "--bz", "--mb", "--mbs", "--micro", "train.batch=", "--per_device_bsz"):
+        rules = guesses(found(options={name: 4}, loaders=[loader()]), own=4, ranks=1)
+        assert [rule.kind for rule in rules] == ["option", "loader"], name
 
 
 def test_a_setting_of_a_file_and_a_loader_are_told_to_the_ranks() -> None:
@@ -121,9 +119,6 @@ def test_only_a_loader_that_feeds_the_engine_tells_how_much_data_there_is() -> N
     noted = found(loaders=[loader(trains=False, samples=10), loader(samples=None), loader(samples=70)])
     assert samples_per_rank(noted) == 70
     assert samples_per_rank(found()) is None
-
-
-def test_of_several_loaders_that_of_the_engines_batch_tells_how_much_data_there_is() -> None:
     noted = found(loaders=[loader(2, samples=10), loader(4, samples=70)])
     assert samples_per_rank(noted, own=4) == 70
     assert samples_per_rank(noted, own=3) == 10
@@ -194,26 +189,14 @@ def test_a_held_batch_keeps_the_number_of_the_script_that_is_no_count_of_rows() 
 CONFIG = {"train_micro_batch_size_per_gpu": 6, "gradient_accumulation_steps": 2}
 
 
-def test_deepspeeds_own_mappings_get_their_dashes() -> None:
-    pairs = {"train_micro_batch_size_per_gpu": "per_device_train_batch_size", "train_batch_size": "-b"}
+def test_deepspeeds_own_mappings_get_their_dashes_and_lose_the_blanks_of_its_tutorial() -> None:
+    pairs = {MICRO_BATCH: "per_device_train_batch_size", "gradient_accumulation_steps ": "--steps", TRAIN_BATCH: " -b "}
     assert parse_mappings(pairs) == {
-        "train_micro_batch_size_per_gpu": "--per_device_train_batch_size",
-        "train_batch_size": "-b",
-    }
-
-
-def test_blanks_around_a_mapping_as_in_deepspeeds_tutorial_do_not_count() -> None:
-    pairs = {"gradient_accumulation_steps ": "--gradient_accumulation_steps", "train_batch_size": " b "}
-    assert parse_mappings(pairs) == {
-        "gradient_accumulation_steps": "--gradient_accumulation_steps",
-        "train_batch_size": "--b",
-    }
-
-
-@pytest.mark.parametrize(("pairs", "message"), [({"lr": "--lr"}, "'lr'"), ({"train_batch_size": "--"}, "no option")])
-def test_what_cannot_be_mapped_is_refused(pairs: dict[str, str], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        parse_mappings(pairs)
+        MICRO_BATCH: "--per_device_train_batch_size", "gradient_accumulation_steps": "--steps", TRAIN_BATCH: "-b",
+    }  # fmt: skip
+    for wrong, message in (({"lr": "--lr"}, "'lr'"), ({TRAIN_BATCH: "--"}, "no option")):
+        with pytest.raises(UsageError, match=message):
+            parse_mappings(wrong)
 
 
 @pytest.mark.parametrize(

@@ -22,20 +22,21 @@ from optuna_dsat.script.settings_file import (
 KEY = "data.0.batch"
 
 
+def copy_of(
+    folder: Path, source: dict[str, Any], tuned: dict[str, Any], *args: str, own: dict[str, Any] | None = None,
+    **options: Any,
+) -> SettingsCopy | None:  # fmt: skip
+    return settings_copy(source, tuned, own=own or {}, args=args, cwd=str(folder), folder=folder / "out", **options)
+
+
 def copied(
     folder: Path, text: str, *, name: str = "run.yaml", micro_batch: int = 6, **source: Any
 ) -> SettingsCopy | None:
     file = folder / "conf" / name
     file.parent.mkdir(exist_ok=True)
     file.write_text(text)
-    return settings_copy(
-        {"kind": "setting", "file": str(file), "key": KEY, "own": 3, "scale": 1, **source},
-        {MICRO_BATCH: micro_batch},
-        own={},
-        args=("train", f"--settings=conf/{name}"),
-        cwd=str(folder),
-        folder=folder / "out",
-    )
+    setting = {"kind": "setting", "file": str(file), "key": KEY, "own": 3, "scale": 1, **source}
+    return copy_of(folder, setting, {MICRO_BATCH: micro_batch}, "train", f"--settings=conf/{name}")
 
 
 @pytest.mark.parametrize(
@@ -82,15 +83,10 @@ def test_a_copy_names_the_best_config_where_its_file_names_the_users(
     own = {"kind": "setting", "file": str(tmp_path / "conf" / name), "key": KEY, "own": 3}
 
     def copy(source: dict[str, Any], *, micro_batch: int, user_config: str = "conf/ds.json") -> SettingsCopy | None:
-        return settings_copy(
-            source,
-            {MICRO_BATCH: micro_batch},
-            own={},
-            args=("data.csv", "--deepspeed=conf/ds.json", f"conf/{name}"),
-            cwd=str(tmp_path),
-            folder=tmp_path / "out",
-            user_config=str(tmp_path / user_config),
-            best_config="/best/ds.json",
+        args = ("data.csv", "--deepspeed=conf/ds.json", f"conf/{name}")
+        user = str(tmp_path / user_config)
+        return copy_of(
+            tmp_path, source, {MICRO_BATCH: micro_batch}, *args, user_config=user, best_config="/best/ds.json"
         )
 
     both = copy(own, micro_batch=6)
@@ -102,22 +98,8 @@ def test_a_copy_names_the_best_config_where_its_file_names_the_users(
         assert yaml.safe_load(path_alone.text) == yaml.safe_load(changed.replace("6", "3"))
         assert not path_alone.sets_batch
     assert copy({}, micro_batch=6, user_config="conf/other.json") is None
-
-
-def test_a_config_that_stands_in_two_places_by_an_alias_is_left_to_the_user(tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text("{}")
-    (tmp_path / "run.yaml").write_text("one: &config ds.json\ntwo: *config\n")
-    result = settings_copy(
-        {},
-        {MICRO_BATCH: 6},
-        own={},
-        args=("run.yaml",),
-        cwd=str(tmp_path),
-        folder=tmp_path,
-        user_config=str(tmp_path / "ds.json"),
-        best_config="/best/ds.json",
-    )
-    assert result is None
+    (tmp_path / "conf" / name).write_text("one: &config conf/ds.json\ntwo: *config\n")
+    assert copy({}, micro_batch=6) is None, "in two places by an alias"
 
 
 def test_a_folder_that_an_earlier_run_wrote_is_no_file_to_read(tmp_path: Path) -> None:
@@ -165,14 +147,8 @@ BEST = {**OWN, TRAIN_BATCH: 8, MICRO_BATCH: 2, GRADIENT_ACCUMULATION: 4, "zero_o
 def whole(folder: Path, *, own: dict[str, Any] = OWN, name: str = "ds.yml", **source: Any) -> SettingsCopy | None:
     file = folder / name
     file.write_text("# mine\n" + yaml.safe_dump(OWN))
-    return settings_copy(
-        {"kind": "setting", "file": str(file), "key": MICRO_BATCH, "own": 8, **source},
-        BEST,
-        own=own,
-        args=("--deepspeed_config", "ds.yml"),
-        cwd=str(folder),
-        folder=folder / "out",
-    )
+    setting = {"kind": "setting", "file": str(file), "key": MICRO_BATCH, "own": 8, **source}
+    return copy_of(folder, setting, BEST, "--deepspeed_config", "ds.yml", own=own)
 
 
 def test_it_holds_the_best_config_with_every_batch_size_and_numbers_that_yaml_reads_as_numbers(tmp_path: Path) -> None:
@@ -186,18 +162,18 @@ def test_a_config_that_the_batch_size_follows_is_found_among_the_arguments(tmp_p
     for name, text in (("other.yaml", "lr: 3\n"), ("ds.yml", yaml.safe_dump(OWN))):
         (tmp_path / name).write_text(text)
     args = ("--model=other.yaml", "--config=ds.yml", "\0", "none.yml")
-    copy = settings_copy({}, BEST, own=OWN, args=args, cwd=str(tmp_path), folder=tmp_path / "out")
+    copy = copy_of(tmp_path, {}, BEST, *args, own=OWN)
     assert copy is not None
     assert yaml.safe_load(copy.text) == BEST
     assert copy.pointed(args, cwd=str(tmp_path))[1] == f"--config={tmp_path}/out/best_ds.yml"
-    assert settings_copy({}, BEST, own=OWN, args=args[:1], cwd=str(tmp_path), folder=tmp_path) is None
+    assert copy_of(tmp_path, {}, BEST, *args[:1], own=OWN) is None
 
 
 def test_what_the_script_adds_to_its_file_is_left_to_it(tmp_path: Path) -> None:
     added = {"steps_per_print": 7, "optimizer": {"params": {"lr": 1e-05, "betas": [0.9, 0.95]}}}
     tuned = {**BEST, **added, "zero_optimization": {"stage": 0, "overlap_comm": True}}
     (tmp_path / "ds.yml").write_text(yaml.safe_dump(OWN))
-    copy = settings_copy({}, tuned, own={**OWN, **added}, args=("ds.yml",), cwd=str(tmp_path), folder=tmp_path / "out")
+    copy = copy_of(tmp_path, {}, tuned, "ds.yml", own={**OWN, **added})
     assert copy is not None
     assert yaml.safe_load(copy.text) == {**BEST, "zero_optimization": {"stage": 0, "overlap_comm": True}}
 
@@ -206,7 +182,7 @@ def test_what_is_not_told_of_a_config_stays_in_the_file(tmp_path: Path) -> None:
     unsaid = {"steps_per_print": 20, "fp16": {"enabled": False}, "autotuning": {"enabled": True}}
     own, best = {**OWN, "fp16": {"loss_scale": 0}}, {**BEST, "fp16": {"loss_scale": 0}}
     (tmp_path / "ds.yml").write_text(yaml.safe_dump({**own, **unsaid, "fp16": {"loss_scale": 0, "enabled": False}}))
-    copy = settings_copy({}, best, own=own, args=("ds.yml",), cwd=str(tmp_path), folder=tmp_path / "out")
+    copy = copy_of(tmp_path, {}, best, "ds.yml", own=own)
     assert copy is not None
     assert yaml.safe_load(copy.text) == {
         **best, "steps_per_print": 20, "fp16": {"loss_scale": 0, "enabled": False},
@@ -261,9 +237,7 @@ def with_section(
 ) -> SettingsCopy | None:
     (folder / name).write_text(text)
     args = ("--config", name, "--seed", "2")
-    return settings_copy(
-        source or {}, BEST_SECTION, own=SECTION, args=args, cwd=str(folder), folder=folder / "out", sections=True
-    )
+    return copy_of(folder, source or {}, BEST_SECTION, *args, own=SECTION, sections=True)
 
 
 def test_the_section_changes_and_nothing_else_does(tmp_path: Path) -> None:
@@ -276,18 +250,14 @@ def test_the_section_changes_and_nothing_else_does(tmp_path: Path) -> None:
     assert copy.pointed(("--config=run.yaml",), cwd=str(tmp_path)) == [f"--config={tmp_path}/out/best_run.yaml"]
 
 
-@pytest.mark.parametrize("indent", [None, 4])
-def test_json_stays_json(tmp_path: Path, indent: int | None) -> None:
+def test_json_stays_json_and_a_section_may_stand_in_one_line_of_yaml(tmp_path: Path) -> None:
     settings = {"seed": 1, "training": {"steps": 60, "deepspeed": SECTION, "batch_size": 4}}
-    copy = with_section(tmp_path, json.dumps(settings, indent=indent), name="run.json")
-    assert copy is not None
-    assert json.loads(copy.text) == EXPECTED
-
-
-def test_a_section_in_one_line_of_yaml(tmp_path: Path) -> None:
+    for indent in (None, 4):
+        copy = with_section(tmp_path, json.dumps(settings, indent=indent), name="run.json")
+        assert copy is not None
+        assert json.loads(copy.text) == EXPECTED
     own = json.dumps(SECTION).replace("1e-08", "1.0e-08")
-    text = f"seed: 1\ndeepspeed: {own}  # mine\nsteps: 3\n"
-    copy = with_section(tmp_path, text)
+    copy = with_section(tmp_path, f"seed: 1\ndeepspeed: {own}  # mine\nsteps: 3\n")
     assert copy is not None
     assert yaml.safe_load(copy.text) == {"seed": 1, "deepspeed": BEST_SECTION, "steps": 3}
 
@@ -316,10 +286,7 @@ def test_the_batch_size_changes_where_the_script_reads_it(tmp_path: Path, key: s
 )
 def test_what_cannot_be_told_or_replaced_is_left_to_the_user(tmp_path: Path, text: str) -> None:
     assert with_section(tmp_path, text) is None
-
-
-def test_a_batch_size_that_follows_by_something_else_leaves_the_file(tmp_path: Path) -> None:
-    assert with_section(tmp_path, LINES, source={"kind": "loader", "own": 4}) is None
+    assert with_section(tmp_path, LINES, source={"kind": "loader", "own": 4}) is None, "the batch size follows it"
 
 
 CONFIG = '{"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}}'
@@ -335,43 +302,34 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "args",
     [
-        "--deepspeed_config ds.json --lr 1",
+        "a.json --deepspeed_config ds.json --lr 1",
         "--deepspeed --deepspeed_config=ds.json",
         "--deepspeed ds.json",
         "--data data.json --my-own-option ds.json",
         "train data.json ds.json",
     ],
 )
-def test_an_argument_names_the_config(folder: Path, args: str) -> None:
+def test_an_argument_names_the_config_and_an_option_of_it_comes_first(folder: Path, args: str) -> None:
+    (folder / "a.json").write_text(CONFIG)
     assert find_config(args.split(), cwd=folder) == folder / "ds.json"
 
 
-@pytest.mark.parametrize(
-    ("args", "missing"),
-    [
+def test_an_option_that_names_a_missing_config_is_found(folder: Path) -> None:
+    for args, missing in (
         ("--lr 1 --deepspeed_config=no.json", "--deepspeed_config no.json"),
         ("--deepspeed no.json", "--deepspeed no.json"),
         ("--deepspeed_config ds.json --data no.json", ""),
         ("--deepspeed train", ""),
-    ],
-)
-def test_an_option_that_names_a_missing_config_is_found(folder: Path, args: str, missing: str) -> None:
-    assert missing_config(args.split(), cwd=folder) == missing
+    ):
+        assert missing_config(args.split(), cwd=folder) == missing
 
 
-def test_the_option_comes_before_other_files_that_look_alike(folder: Path) -> None:
-    (folder / "a.json").write_text(CONFIG)
-    assert find_config(["a.json", "--deepspeed_config", "ds.json"], cwd=folder) == folder / "ds.json"
-
-
-@pytest.mark.parametrize("named", ["ds.json", "../ds.json"])
-def test_a_settings_file_names_the_config(folder: Path, named: str) -> None:
+def test_a_settings_file_names_the_config_from_where_the_script_runs_or_from_its_own_folder(folder: Path) -> None:
     inner = folder / "settings"
     inner.mkdir()
-    (inner / "run.yaml").write_text(f"model: x\ntraining:\n  deepspeed: {named}\n")
-    assert find_config(["settings/run.yaml"], cwd=folder) == (
-        folder / "ds.json" if named == "ds.json" else inner / named
-    )
+    for named, found in (("ds.json", folder / "ds.json"), ("../ds.json", inner / "../ds.json"), ("no.json", None)):
+        (inner / "run.yaml").write_text(f"model: x\ntraining:\n  deepspeed: {named}\n")
+        assert find_config(["--data", "data.json", "settings/run.yaml", "--lr", "0.1"], cwd=folder) == found
 
 
 @pytest.mark.parametrize(
@@ -388,11 +346,6 @@ def test_the_key_that_names_the_config_is_found(folder: Path, text: str, key: st
     (folder / "run.yaml").write_text(text)
     args = ["data.json", "run.yaml", "lr=1"]
     assert find_config_key(args, cwd=folder, config=folder / "ds.json") == key
-
-
-def test_where_nothing_names_a_config_none_is_found(folder: Path) -> None:
-    (folder / "run.yaml").write_text("deepspeed: missing.json\n")
-    assert find_config(["--data", "data.json", "run.yaml", "--lr", "0.1"], cwd=folder) is None
 
 
 def test_comments_and_trailing_commas_are_read(folder: Path) -> None:
