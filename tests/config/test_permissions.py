@@ -46,10 +46,13 @@ def configs(space: SearchSpace, base: dict[str, Any] = BASE) -> list[tuple[dict[
     return result
 
 
-def test_without_permission_none_is_in_the_space() -> None:
+def test_without_permission_none_is_in_the_space_nor_may_be_fixed() -> None:
     names = {knob.name for knob in KNOBS if knob.permission}
     assert {COMPILE, DEEPCOMPILE} <= names
     assert not names & {tuned.name for tuned in make().knobs}
+    for fix in ({COMPILE: True}, {DEEPCOMPILE: "true"}):
+        with pytest.raises(ConfigError, match=r"with --allow compile.* does not hold here"):
+            make(fix=fix)
 
 
 def test_with_permission_sizes_have_two_choices() -> None:
@@ -59,12 +62,6 @@ def test_with_permission_sizes_have_two_choices() -> None:
     assert sizes["reduce_bucket_size"] == (50_000_000, 500_000_000)
     assert sizes["stage3_param_persistence_threshold"] == (10_000, 100_000)
     assert allowed.classes() < plain.classes()
-
-
-@pytest.mark.parametrize("fix", [{COMPILE: True}, {DEEPCOMPILE: "true"}])
-def test_a_value_without_permission_is_refused(fix: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"with --allow compile.* does not hold here"):
-        make(fix=fix)
 
 
 def test_a_model_is_compiled_and_deepcompile_is_a_part_of_it() -> None:

@@ -240,7 +240,7 @@ def test_without_the_users_config_there_is_no_comparison() -> None:
     assert (result.user_value, result.speed_up, result.contributions) == (None, None, ())
 
 
-SEEDS = 300
+SEEDS = 100
 TRUE_FACTORS = {"zero_stage": math.log(1.2), "overlap_comm": math.log(1.05), MICRO_BATCH: math.log(1.5)}
 OTHER = {"zero_stage": 2, "overlap_comm": False, MICRO_BATCH: 4}
 WINNER = {"zero_stage": 1, "overlap_comm": True, MICRO_BATCH: 8}
@@ -272,19 +272,9 @@ def pairs_of(rng: random.Random, noise: float, *, rounds: int) -> Pairs:
         drift = rng.gauss(0, 0.1)
         for number in (0, 1):
             value = math.exp(levels[number] + drift + rng.gauss(0, noise))
-            launches.append(
-                RoundLaunch(
-                    round=item,
-                    number=number,
-                    value=value,
-                    low=value,
-                    high=value,
-                    metrics={},
-                    steps=10,
-                    outcome="measured",
-                    message="",
-                )
-            )
+            times: dict[str, Any] = dict.fromkeys(("value", "low", "high"), value)
+            ended: dict[str, Any] = {"steps": 10, "outcome": "measured", "message": "", "metrics": {}}
+            launches.append(RoundLaunch(round=item, number=number, **times, **ended))
     return Pairs(trials, Rounds(launches=tuple(launches)), maximize=True, assumed_noise=0.02)
 
 
@@ -292,7 +282,7 @@ def effect_of(pairs: Pairs, name: str) -> Effect:
     return present(pairs.effect(WINNER, {**WINNER, name: OTHER[name]}))
 
 
-@pytest.mark.parametrize("noise", [0.01, 0.05, 0.15])
+@pytest.mark.parametrize("noise", [0.01, 0.15])
 def test_intervals_of_effects_cover_the_truth(noise: float) -> None:
     covered = 0
     for seed in range(SEEDS):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import TrialState
 
 from optuna_dsat.errors import ScriptFailedError
 from optuna_dsat.outcome import Outcome
@@ -36,18 +36,9 @@ def missing(view: StudyView) -> dict[str, str]:
 
 def unfinished(view: StudyView) -> StudyView:
     """Return the study as it stood while its sixth trial was in flight."""
-    flying = FrozenTrial(
-        **{
-            **{name: getattr(view.trials[5], name) for name in ("number", "params", "distributions", "datetime_start")},
-            "state": TrialState.RUNNING,
-            "value": None,
-            "datetime_complete": None,
-            "user_attrs": {name: view.trials[5].user_attrs[name] for name in (attributes.CONFIG, attributes.LAUNCH_ID)},
-            "system_attrs": {},
-            "intermediate_values": {},
-            "trial_id": 6,
-        }
-    )
+    flying = copy.deepcopy(view.trials[5])
+    flying.state, flying.values, flying.datetime_complete = TrialState.RUNNING, None, None
+    flying.user_attrs = {name: flying.user_attrs[name] for name in (attributes.CONFIG, attributes.LAUNCH_ID)}
     kept = {key: value for key, value in view.attributes.items() if key == attributes.FINGERPRINT}
     launches = tuple(row for row in view.launches if row.purpose != "confirm" and (row.trial_number or 0) < 5)
     return replace(view, trials=(*view.trials[:5], flying), attributes=kept, launches=launches)
@@ -101,13 +92,8 @@ def test_hover_texts_are_stored_by_their_lines_and_lose_nothing(view: StudyView)
 
 def test_a_finalist_that_could_not_be_confirmed_is_told_and_does_not_win(view: StudyView) -> None:
     own = present(view.baseline).trial.number
-    ends: dict[str, Any] = {
-        "value": None,
-        "low": None,
-        "high": None,
-        "outcome": "out_of_memory",
-        "message": "rank 1: out of memory",
-    }
+    ends: dict[str, Any] = dict.fromkeys(("value", "low", "high"))
+    ends |= {"outcome": "out_of_memory", "message": "rank 1: out of memory"}
     launches = [launch if launch.number == own else replace(launch, **ends) for launch in view.rounds.launches]
     failed = {launch.number for launch in launches if launch.value is None}
     words = {attributes.CONFIRMATION: replace(view.rounds, launches=tuple(launches)).to_json(), attributes.WINNER: own}
@@ -175,9 +161,8 @@ def test_a_study_with_only_failures_shows_them(bench: ReportedStudyBench) -> Non
         del config
         return SimulatedResult(outcome=Outcome.SCRIPT_ERROR, startup_s=4.0, message="ValueError: <b>no</b>")
 
-    started = Hill()
     with pytest.raises(ScriptFailedError):
-        bench.run(bench.spec(confirm=0), _AfterProfile(started, fail))
+        bench.run(bench.spec(confirm=0), _AfterProfile(fail))
     view = bench.view()
     page = Page(render(view))
     assert "nothing could be measured so far" in page.text
@@ -190,8 +175,8 @@ def test_a_study_with_only_failures_shows_them(bench: ReportedStudyBench) -> Non
 class _AfterProfile(Hill):
     """A landscape on which everything fails but the profile launch."""
 
-    def __init__(self, hill: Hill, fail: Any) -> None:
-        super().__init__(override=hill.override)
+    def __init__(self, fail: Any) -> None:
+        super().__init__()
         self._fail = fail
 
     def run(self, ds_config: Mapping[str, Any], slots: int) -> SimulatedResult:
@@ -204,25 +189,15 @@ def test_neither_names_nor_messages_nor_secrets_reach_the_page_unchanged(view: S
     script = view.spec.script.model_copy(update={"args": ("--hf-token", "s3cret", "--deepspeed_config", "ds.json")})
     name = "</script><script>alert(1)</script>"
     private = {"comet": {"api_key": "s3cret", "project": name}}
-    trials = tuple(
-        replace_attrs(trial, {attributes.CONFIG: {**trial.user_attrs[attributes.CONFIG], **private}})
-        for trial in view.trials
-    )
+    trials = copy.deepcopy(view.trials)
+    for trial in trials:
+        trial.user_attrs[attributes.CONFIG].update(private)
     spec = view.spec.model_copy(update={"script": script, "name": "<img src=x>"})
     text = render(replace(view, trials=trials, spec=spec))
     assert "s3cret" not in text
     assert "<img" not in text
     assert "alert(1)</script>" not in text
     assert name in "".join(Page(text).words)
-
-
-def replace_attrs(trial: FrozenTrial, attrs: Mapping[str, Any]) -> FrozenTrial:
-    return FrozenTrial(
-        number=trial.number, trial_id=trial._trial_id, params=trial.params, state=trial.state, value=trial.value,
-        datetime_start=trial.datetime_start, datetime_complete=trial.datetime_complete,
-        user_attrs={**trial.user_attrs, **attrs}, system_attrs=trial.system_attrs,
-        intermediate_values=trial.intermediate_values, distributions=trial.distributions,
-    )  # fmt: skip
 
 
 def test_the_command_writes_the_file_and_prints_where(

@@ -41,12 +41,9 @@ def read(folder: Path, command: str) -> LaunchCommand | None:
     return replace(result, python=None)
 
 
-def test_a_script_is_no_launcher(folder: Path) -> None:
+def test_a_script_is_no_launcher_even_if_it_bears_the_name_of_one(folder: Path) -> None:
     assert read(folder, "train.py --lr 1") is None
     assert read(folder, "missing.py") is None
-
-
-def test_a_script_that_bears_a_launchers_name_is_a_script(folder: Path) -> None:
     for name in ("deepspeed", "torchrun", "accelerate", "torchrun.py"):
         (folder / name).write_text("import torch\nfor step in range(3):\n    print(step)\n")
         assert read(folder, f"{name} --lr 1") is None
@@ -62,26 +59,23 @@ def test_a_launcher_under_another_name_is_a_launcher_and_no_folder_of_the_user_h
     )
 
 
-@pytest.mark.parametrize("python", ["python", "python3", sys.executable])
-def test_python_runs_a_script_or_a_module(folder: Path, python: str) -> None:
-    assert read(folder, f"{python} train.py --lr 1") == LaunchCommand(
-        script="train.py", args=("--lr", "1"), without_launcher=True
-    )
-    module = read(folder, f"{python} -m package.train a")
+def test_python_runs_a_script_or_a_module(folder: Path) -> None:
+    for python in ("python3", sys.executable):
+        assert read(folder, f"{python} train.py --lr 1") == LaunchCommand(
+            script="train.py", args=("--lr", "1"), without_launcher=True
+        )
+    module = read(folder, "python -m package.train a")
     assert module == LaunchCommand(script="package.train", is_module=True, args=("a",), without_launcher=True)
-    assert read(folder, f"{python} -mpackage.train a") == module
+    assert read(folder, "python -mpackage.train a") == module
 
 
-def test_options_of_the_interpreter_are_named(folder: Path) -> None:
+def test_options_of_the_interpreter_are_named_and_what_runs_no_file_is_refused(folder: Path) -> None:
     result = read(folder, "python -u -W ignore train.py")
     assert result is not None
     assert result.notes == ("-u -W ignore of python has no effect on the ranks.",)
-
-
-@pytest.mark.parametrize("command", ["python -c print(1)", "python", "python -m"])
-def test_what_runs_no_file_is_refused(folder: Path, command: str) -> None:
-    with pytest.raises(UsageError):
-        read(folder, command)
+    for command in ("python -c print(1)", "python", "python -m"):
+        with pytest.raises(UsageError):
+            read(folder, command)
 
 
 def test_console_scripts_come_to_the_module_that_trains(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,23 +223,21 @@ def test_processes_of_accelerate_are_counted_on_each_machine(folder: Path) -> No
     assert (result.nodes, result.ranks, result.elsewhere) == (2, 4, ("--num_machines 2",))
 
 
-@pytest.mark.parametrize(("asked", "ranks"), [("4", 4), ("gpu", None), ("auto", None)])
-def test_torchruns_options_are_read(asked: str, ranks: int | None) -> None:
-    result = launched("torchrun", ["--standalone", "--nproc-per-node", asked, "-m", "pkg.train", "x"])
-    assert result == LaunchCommand(script="pkg.train", is_module=True, args=("x",), ranks=ranks, launcher="torchrun")
+def test_torchruns_options_are_read() -> None:
+    expected = LaunchCommand(script="pkg.train", is_module=True, args=("x",), launcher="torchrun")
+    for asked, ranks in (("4", 4), ("gpu", None)):
+        result = launched("torchrun", ["--standalone", "--nproc-per-node", asked, "-m", "pkg.train", "x"])
+        assert result == replace(expected, ranks=ranks)
 
 
-@pytest.mark.parametrize(
-    ("command", "ranks", "environment"),
-    [
-        ("A=1 WORLD_SIZE=2 RANK=0 MASTER_ADDR=localhost MASTER_PORT=29500 python train.py", 2, {"A": "1"}),
-        ("MASTER_PORT=29500 python train.py", None, {"MASTER_PORT": "29500"}),
-    ],
-)
-def test_ranks_of_variables(folder: Path, command: str, ranks: int | None, environment: dict[str, str]) -> None:
-    result = read_command(command.split(), cwd=folder)
-    assert result is not None
-    assert (result.ranks, result.environment) == (ranks, environment)
+def test_ranks_of_variables(folder: Path) -> None:
+    for variables, ranks, environment in (
+        ("A=1 WORLD_SIZE=2 RANK=0 MASTER_ADDR=localhost MASTER_PORT=29500", 2, {"A": "1"}),
+        ("MASTER_PORT=29500", None, {"MASTER_PORT": "29500"}),
+    ):
+        result = read(folder, f"{variables} python train.py")
+        assert result is not None
+        assert (result.ranks, result.environment) == (ranks, environment)
 
 
 def test_accelerates_plugin_comes_as_its_environment(folder: Path) -> None:
@@ -255,6 +247,9 @@ def test_accelerates_plugin_comes_as_its_environment(folder: Path) -> None:
     assert result.environment["ACCELERATE_USE_DEEPSPEED"] == "true"
     assert result.environment["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "2"
     assert result.environment["ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"] == "cpu"
+    config = ["launch", "--use_deepspeed", "--deepspeed_config_file", "ds.json", "--num_processes", "4", "train.py"]
+    result = launched("accelerate", config)
+    assert (result.config, result.ranks) == ("ds.json", 4)
 
 
 def test_settings_of_accelerates_yaml_that_a_config_file_replaces_are_reported_as_dropped(folder: Path) -> None:
@@ -277,26 +272,12 @@ def test_settings_of_accelerates_yaml_that_a_config_file_replaces_are_reported_a
     )
 
 
-@pytest.mark.usefixtures("folder")
-def test_accelerate_names_a_config_file() -> None:
-    result = launched(
-        "accelerate",
-        ["launch", "--use_deepspeed", "--deepspeed_config_file", "ds.json", "--num_processes", "4", "train.py"],
-    )
-    assert (result.config, result.ranks) == ("ds.json", 4)
-
-
-def test_other_commands_of_accelerate_do_not_train(folder: Path) -> None:
-    with pytest.raises(UsageError, match="accelerate launch"):
-        read(folder, "accelerate config")
-
-
 def test_a_launcher_in_a_process_of_its_own_says_what_it_refuses(folder: Path) -> None:
-    with pytest.raises(
-        UsageError, match=r"^torchrun started no rank here: .*training_script.*SCRIPT CONFIG"
-    ) as refused:
-        read(folder, "torchrun --standalone")
-    assert "\n" not in str(refused.value)
+    started_none = r"^torchrun started no rank here: .*training_script.*SCRIPT CONFIG"
+    for command, message in (("accelerate config", "accelerate launch"), ("torchrun --standalone", started_none)):
+        with pytest.raises(UsageError, match=message) as refused:
+            read(folder, command)
+        assert "\n" not in str(refused.value)
 
 
 def test_a_launcher_of_an_environment_that_is_not_activated_is_found(
