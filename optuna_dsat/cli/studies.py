@@ -300,18 +300,6 @@ def _upgrade(storage: Storage = DEFAULT_STORAGE) -> None:
         print(migrate.current(opened))
 
 
-def _current(storage: Storage = DEFAULT_STORAGE) -> None:
-    """Print the schema revision of a database; "new" for one in which optuna-dsat has no tables."""
-    from optuna_dsat.store import migrate
-    from optuna_dsat.store.database import Database
-
-    if _is_new(storage):
-        print(migrate.SchemaState.NEW.value)
-        return
-    with closing(Database(storage, create=False)) as opened:
-        print(migrate.current(opened))
-
-
 def _check(storage: Storage = DEFAULT_STORAGE) -> None:
     """Check whether this version can use a database and read its studies; exit with 2 or 5 if not."""
     from optuna_dsat.store import Store, migrate
@@ -341,5 +329,5 @@ def _is_new(storage: str) -> bool:
 database = typer.Typer(
     help="The database's schema.", no_args_is_help=True, add_completion=False, rich_markup_mode=None, cls=HelpGroup
 )
-for _name, _command in (("upgrade", _upgrade), ("current", _current), ("check", _check)):
+for _name, _command in (("upgrade", _upgrade), ("check", _check)):
     database.command(_name, cls=HelpCommand)(_command)

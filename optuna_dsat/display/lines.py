@@ -108,9 +108,8 @@ def _finalist_line(event: progress.FinalistMeasured) -> str:
 class LineView:
     """Prints each event as plain lines: for pipes and logs."""
 
-    def __init__(self, *, quiet_s: float = _QUIET_S) -> None:
+    def __init__(self) -> None:
         self._search: progress.SearchStarted | None = None
-        self._quiet_s = quiet_s
         self._phase: _ToldPhase | None = None
 
     def __call__(self, event: progress.ProgressEvent) -> None:
@@ -137,23 +136,19 @@ class LineView:
     def _enter(self, event: progress.Phase) -> None:
         if self._phase is not None:
             self._phase.end()
-        self._phase = _ToldPhase(event.words, quiet_s=self._quiet_s) if event.words and not event.said else None
+        self._phase = _ToldPhase(event.words) if event.words and not event.said else None
 
 
 class _ToldPhase:
     """A phase that is printed after a delay, and at its end with its duration."""
 
-    def __init__(self, words: str, *, quiet_s: float) -> None:
+    def __init__(self, words: str) -> None:
         self._words = words[:1].upper() + words[1:]
         self._began = time.monotonic()
         self._told = False
-        self._timer: threading.Timer | None = None
-        if quiet_s <= 0:
-            self._tell()
-        else:
-            self._timer = threading.Timer(quiet_s, self._tell)
-            self._timer.daemon = True
-            self._timer.start()
+        self._timer = threading.Timer(_QUIET_S, self._tell)
+        self._timer.daemon = True
+        self._timer.start()
 
     def _tell(self) -> None:
         self._told = True
@@ -161,9 +156,8 @@ class _ToldPhase:
 
     def end(self) -> None:
         """End the phase, after waiting for a line that is being written."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer.join()
+        self._timer.cancel()
+        self._timer.join()
         if self._told:
             took = duration_in_words(time.monotonic() - self._began)
             say_prose(f"{self._words.partition(' (')[0]} took {took}.", file=sys.stderr)

@@ -218,10 +218,9 @@ class LiveView:
 
     _refresh_s = _REFRESH_S
 
-    def __init__(self, console: Console, stopping: Stopping, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, console: Console, stopping: Stopping) -> None:
         self._console = console
         self._stopping = stopping
-        self._clock = clock
         self._state = LiveState()
         self._ascii = not console.encoding.lower().startswith("utf")
         self._scrolled: deque[Text] = deque(maxlen=_KEPT_LINES)
@@ -258,7 +257,7 @@ class LiveView:
     def __call__(self, event: progress.ProgressEvent) -> None:
         """Apply an event; finished launches are printed as scrolling lines, starting launches are not."""
         with self._drawing, outliving_the_terminal():
-            self._state.apply(event, self._clock())
+            self._state.apply(event, time.monotonic())
             if isinstance(event, progress.TrialStarted | progress.FinalistStarted | progress.ProfileStarted):
                 return
             lines = [Text(plain(line), style=_style(event)) for line in lines_of(event)]
@@ -301,7 +300,7 @@ class LiveView:
         size = self._console.size
         return render(
             self._state,
-            self._clock(),
+            time.monotonic(),
             width=size.width,
             height=size.height,
             ascii_only=self._ascii,
@@ -318,10 +317,10 @@ class NotebookView(LiveView):
 
     _refresh_s = _NOTEBOOK_S
 
-    def __init__(self, notebook: Any, stopping: Stopping, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, notebook: Any, stopping: Stopping) -> None:
         self._notebook = notebook
         nowhere = Console(quiet=True, width=_NOTEBOOK_CELLS, height=_NOTEBOOK_ROWS, force_jupyter=False, _environ={})
-        super().__init__(nowhere, stopping, clock=clock)
+        super().__init__(nowhere, stopping)
 
     def _new_live(self) -> _CellOutput:
         return _CellOutput(self._notebook, self._html)
@@ -329,7 +328,9 @@ class NotebookView(LiveView):
     def _html(self) -> str:
         state, below = self._state, self._render()
         if self._over.is_set():  # it stays in the notebook: without what remained to be done
-            below = Text("" if state.search is None else "\n".join(_summary(state, state.search, self._clock())[:-1]))
+            below = Text(
+                "" if state.search is None else "\n".join(_summary(state, state.search, time.monotonic())[:-1])
+            )
         return _NOTEBOOK_HTML.format(_as_html(*self._scrolled), _as_html(below))
 
 

@@ -12,9 +12,9 @@ _FOREIGN_TAG = re.compile(r"<(?!/?(?:b|br|extra|i|sub|sup)>)", re.IGNORECASE)
 """Start of a tag that our figures do not use."""
 
 
-def figure_text(value: object, *, limit_chars: int = 300) -> str:
+def figure_text(value: object) -> str:
     """Return text that a figure shows literally, in a single line of limited length."""
-    return html.escape(one_line(value, limit_chars=limit_chars), quote=False)
+    return html.escape(one_line(value, limit_chars=300), quote=False)
 
 
 def safe_figure(data: Any) -> Any:

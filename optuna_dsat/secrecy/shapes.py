@@ -138,9 +138,9 @@ def replaced(text: str, by: Callable[[Found], str], *, prose: bool = False) -> s
     return text
 
 
-def hidden(text: str, *, prose: bool = True) -> str:
-    """Return a text with its secrets replaced by ``***``."""
-    return replaced(text, lambda _: HIDDEN, prose=prose)
+def hidden(text: str) -> str:
+    """Return a program's message with its secrets replaced by ``***``."""
+    return replaced(text, lambda _: HIDDEN, prose=True)
 
 
 def hidden_data(data: Any, name: str = "") -> Any:

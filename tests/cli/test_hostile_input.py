@@ -59,7 +59,7 @@ OF_SHUT_FOLDERS = [
     ["random", "train.py", "ds.json", "--dry-run", "--output-dir", "{shut}/out"],
     ["random", "train.py", "ds.json", "--dry-run", "--nvme-path", "{shut}/nvme"],
     ["show", "one", "--storage", "sqlite:///{shut}/study.db"],
-    ["plan", "--hf-config", "{shut}/config.json"],
+    ["plan", "--model", "{shut}/config.json"],
 ]
 
 

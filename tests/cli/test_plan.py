@@ -111,7 +111,7 @@ LLAMA = {
 def test_a_plan_of_a_hugging_face_config(tmp_path: Path, run_here: Run) -> None:
     (tmp_path / "llama").mkdir()
     (tmp_path / "llama" / "config.json").write_text(json.dumps(LLAMA))
-    machine = ("--hf-config", "llama", "--gpu", "h100", "--recompute", "full")
+    machine = ("--model", "llama", "--gpu", "h100", "--recompute", "full")
     done = run_here("plan", *machine)
     assert "llama, 8.03 B parameters: 32 layers" in done.stdout
     assert "How many GPUs are worth it" in done.stdout
@@ -151,10 +151,10 @@ def test_the_margin_of_memory_may_be_per_cent(run_here: Run) -> None:
 CASES = {
     "nothing-given": ([], "plan takes SCRIPT and DS_CONFIG, or --params"),
     "no-gpu": (["--params", "7e9"], "--params needs --gpu; known are t4"),
-    "hf-and-shape": (["--hf-config", ".", "--vocab", "9", "--gpu", "t4"], "says the shape: leave out --vocab"),
-    "hf-and-script": (["train.py", "--hf-config", ".", "--gpu", "t4"], "With --model nothing is launched"),
+    "hf-and-shape": (["--model", ".", "--vocab", "9", "--gpu", "t4"], "says the shape: leave out --vocab"),
+    "hf-and-script": (["train.py", "--model", ".", "--gpu", "t4"], "With --model nothing is launched"),
     "share": (["--params", "7e9", "--gpu", "t4", "--trainable-share", "0"], "--trainable-share is 0; it must be above"),
-    "hf-no-gpu": (["--hf-config", "."], "--model is ., a folder without config.json"),
+    "hf-no-gpu": (["--model", "."], "--model is ., a folder without config.json"),
     "share-of-a-launch": (["train.py", "ds.json", "--trainable-share", "1%"], "is for plans without a launch"),
     "gpu-of-a-launch": (["train.py", "ds.json", "--gpu", "h100"], "--gpu is for plans without a launch"),
     "ranks-without-launch": (

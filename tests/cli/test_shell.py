@@ -152,7 +152,7 @@ def test_what_reads_a_study_prints_it_to_stdout_alone(capsys: pytest.CaptureFixt
             assert words in shown.out
             if form:
                 json.loads(shown.out)
-    for arguments in (["export", STUDY], ["db", "check"], ["db", "current"], ["db", "upgrade"]):
+    for arguments in (["export", STUDY], ["db", "check"], ["db", "upgrade"]):
         assert leave(*arguments) == 0
         shown = capsys.readouterr()
         assert shown.out
