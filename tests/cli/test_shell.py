@@ -137,13 +137,7 @@ def test_a_guided_search_that_ended_by_itself_goes_on_with_a_smaller_least_gain(
 
 
 @pytest.mark.usefixtures("in_finished")
-def test_other_methods_have_no_least_gain(capsys: pytest.CaptureFixture[str]) -> None:
-    assert leave("resume", STUDY, "--min-gain", "0") == 2
-    assert "--min-gain is an option of guided; this study is searched by random" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("in_finished")
-def test_what_reads_a_study_prints_it_to_stdout_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_reads_a_study_prints_it_to_stdout_alone_and_errors_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, words in ((["studies"], STUDY), (["show", STUDY], STUDY), (["trials", STUDY], "measured")):
         for form in ([], ["--json"]):
             assert leave(*arguments, *form) == 0
@@ -157,6 +151,10 @@ def test_what_reads_a_study_prints_it_to_stdout_alone(capsys: pytest.CaptureFixt
         shown = capsys.readouterr()
         assert shown.out
         assert shown.err == ""
+    assert leave("resume", STUDY, "--min-gain", "0") == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "--min-gain is an option of guided; this study is searched by random" in shown.err
     assert leave("best", STUDY) == 0
     shown = capsys.readouterr()
     assert "zero_optimization" in json.loads(shown.out)
@@ -178,21 +176,16 @@ def call_as_installed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sys.modules["__main__"], "__package__", None)
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_can_be_shown_for_each_shell(run_here: Run, monkeypatch: pytest.MonkeyPatch, shell: str) -> None:
-    call_as_installed(monkeypatch)
-    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
-    done = run_here("--show-completion", shell)
-    assert done.returncode == 0, done.stderr
-    assert "_OPTUNA_DSAT_COMPLETE" in done.stdout
-
-
-def test_completion_is_installed_where_the_shell_reads_it(
+def test_completion_can_be_shown_for_each_shell_and_is_installed_where_it_reads_it(
     run_here: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call_as_installed(monkeypatch)
     monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
     monkeypatch.setenv("HOME", str(tmp_path))
+    for shell in ("bash", "zsh", "fish"):
+        done = run_here("--show-completion", shell)
+        assert done.returncode == 0, done.stderr
+        assert "_OPTUNA_DSAT_COMPLETE" in done.stdout
     done = run_here("--install-completion", "bash")
     assert done.returncode == 0, done.stderr
     assert "optuna-dsat" in (tmp_path / ".bashrc").read_text()

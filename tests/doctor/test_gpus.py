@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 
 from optuna_dsat.doctor import examination, probe
-from optuna_dsat.doctor.examination import examine
 from optuna_dsat.doctor.finding import Finding, Status, exit_code
 from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.machine import devices as accelerators
 from optuna_dsat.launch.machine.devices import detect_devices, refuse_build
 from optuna_dsat.script.interpreter import examined
-from tests.doctor.test_doctor import told
+from tests.doctor import test_doctor
 from tests.harness.nvml_machine import GPU_IS_LOST, NOT_SUPPORTED, Machine, machine, nvml_libraries, uuid
 
 __all__ = ["machine", "nvml_libraries"]
@@ -27,15 +26,7 @@ TOOLKIT: dict[str, Any] = {"home": "/opt/cuda", "version": "12.4", "why_not": ""
 
 
 def look(machine: Machine, torch: dict[str, Any] | None = None, **environ: str) -> dict[str, Finding]:
-    folder = machine.file.parent
-    findings = examine(
-        output_dir=folder / "out",
-        environ={"PATH": os.environ["PATH"], "TORCH_EXTENSIONS_DIR": str(folder), **environ},
-        nvml=machine.nvml(),
-        ask=lambda **_: told(torch),
-    )
-    assert len({(finding.area, finding.name) for finding in findings}) == len(findings)
-    return {finding.name: finding for finding in findings}
+    return test_doctor.look(machine, found=test_doctor.told(torch), environ=environ)
 
 
 def test_a_lost_gpu_is_a_problem_and_not_a_hidden_one(machine: Machine) -> None:
@@ -135,6 +126,8 @@ def test_the_probe_asks_nvcc_where_torch_looks_for_it(
 def test_a_torch_for_other_gpus_is_refused_and_says_what_is_supported(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, version: str, maker: str
 ) -> None:
+    for other in ("2.13.0+cpu", "2.6.0a0+ecf3bae40a.nv25.01"):
+        refuse_build(other)  # raises nothing
     with pytest.raises(UsageError, match=rf"is a build for {maker}.*NVIDIA GPUs.*--cpu-ranks"):
         refuse_build(version)
     installation = replace(examined(sys.executable), versions={"torch": version, "deepspeed": "0.19.8"})
@@ -143,11 +136,6 @@ def test_a_torch_for_other_gpus_is_refused_and_says_what_is_supported(
     assert result["accelerator"].status is Status.PROBLEM
     assert maker in result["accelerator"].text
     assert "--cpu-ranks" in result["accelerator"].remedy
-
-
-@pytest.mark.parametrize("version", ["2.13.0+cpu", "2.6.0a0+ecf3bae40a.nv25.01"])
-def test_a_torch_for_cuda_or_the_cpu_is_not_refused(version: str) -> None:
-    refuse_build(version)  # raises nothing
 
 
 def test_an_accelerator_that_deepspeed_knows_and_we_do_not_is_refused(machine: Machine) -> None:

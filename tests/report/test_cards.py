@@ -12,7 +12,7 @@ import pytest
 from optuna_dsat.errors import UsageError
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report import figures
-from optuna_dsat.report.cards import answers_of
+from optuna_dsat.report.cards import _training, answers_of
 from optuna_dsat.report.explain.explanation import explained
 from optuna_dsat.report.explain.prediction_gap import prediction_gap
 from optuna_dsat.report.facts import Training, training_times
@@ -22,7 +22,6 @@ from optuna_dsat.report.template import _prose
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.report.write import rows_of
 from optuna_dsat.trials import attributes
-from optuna_dsat.trials.lineage import MICRO_BATCH
 from optuna_dsat.words import metric_in_words, times_in_words
 from tests.harness import present
 from tests.harness.landscapes import Hill
@@ -86,17 +85,6 @@ def test_what_a_training_saves_is_told_where_the_data_is_known(view: StudyView, 
     assert "on 10,000,000 samples" in remark
 
 
-def test_a_training_has_a_time_and_a_cost_without_a_measurement_of_the_users_config(bench: ReportedStudyBench) -> None:
-    fails = SimulatedResult(outcome=Outcome.OUT_OF_MEMORY, startup_s=1)
-    landscape = Hill(override=lambda config: fails if config[MICRO_BATCH] == 2 else None)
-    bench.run(bench.spec(max_trials=3, confirm=0), landscape)
-    view, training = bench.view(), Training(price_per_gpu_hour=2.5, dataset_size=10_000_000)
-    assert view.baseline is None
-    hours = 2 * 10_000_000 / present(present(view.best).samples_per_s) / 3600
-    cards = Page(render(view, training=training)).cards
-    assert cards["An epoch"][1] == f"on 10,000,000 samples: {2.5 * hours:,.2f} at 2.50 per GPU hour"
-
-
 def test_a_study_of_a_phase_that_the_engine_does_not_show_has_a_report(bench: ReportedStudyBench) -> None:
     launch = SimulatedResult(startup_s=1, forward_s=0.1, backward_s=0.2)
     with pytest.raises(UsageError, match="does not show this phase"):
@@ -119,6 +107,8 @@ def test_what_a_training_takes_is_told_of_the_own_config_too_and_each_launch_by_
     cards = Page(render(view, training=training)).cards
     hours = 2 * 30_000_000 / rate / 3600
     assert cards["3 epochs"][1] == f"on 10,000,000 samples: {2.5 * hours:,.2f} at 2.50 per GPU hour"
+    times = replace(present(training_times(view, training)), own_s=None)
+    assert _training(times, "cuda").remark == cards["3 epochs"][1], "nor was the own config measured"
     assert cards["Launches"][1] == "and 1 to profile, 1 to measure finalists again, 2 to compare losses"
     other = {row.name: row.cells for row in rows_of((view, view), training=training)}["3 epochs"]
     assert other[0].endswith(f" ({2.5 * hours:,.2f})"), "not 0 GPU seconds saved"

@@ -131,7 +131,7 @@ def test_what_cannot_be_compared_is_one_line(two: ReportedStudyBench, capsys: py
     assert "s3cret" not in error
 
 
-def test_a_sweep_over_numbers_of_gpus_shows_how_samples_grow(bench: ReportedStudyBench) -> None:
+def test_a_sweep_over_numbers_of_gpus_of_one_command_shows_how_samples_grow(bench: ReportedStudyBench) -> None:
     for slots in (2, 1):
         bench.run(bench.spec(name=f"at-{slots}", slots_per_trial=slots, max_trials=1, confirm=0), Hill())
     bench.store.create_study("at-4", bench.spec(name="at-4", slots_per_trial=4).model_dump(mode="json"))
@@ -142,17 +142,10 @@ def test_a_sweep_over_numbers_of_gpus_shows_how_samples_grow(bench: ReportedStud
     share = f"{rates[0] / 2 / rates[2]:.0%}"
     rows = {row.name: row.cells for row in rows_of(views)}
     assert rows["scaling"] == (share, "", "100%")
-
-
-def test_studies_of_other_arguments_or_of_one_size_are_no_sweep(bench: ReportedStudyBench) -> None:
-    first = bench.spec(name="a", slots_per_trial=1, max_trials=1, confirm=0)
-    other = bench.spec(name="b", slots_per_trial=2, max_trials=1, confirm=0)
-    other = other.model_copy(update={"script": other.script.model_copy(update={"args": ("--layers", "9")})})
-    for spec in (first, other, bench.spec(name="c", slots_per_trial=1, max_trials=1, confirm=0)):
-        bench.store.create_study(spec.name, spec.model_dump(mode="json"))
-    for names in ("ab", "ac"):
-        views = tuple(bench.view(name) for name in names)
-        assert "scaling" not in [row.name for row in rows_of(views)], names
+    spec = views[0].spec
+    of_other_arguments = spec.model_copy(update={"script": spec.script.model_copy(update={"args": ("--layers", "9")})})
+    for other in (replace(views[0], spec=of_other_arguments), views[2]):
+        assert "scaling" not in [row.name for row in rows_of((views[2], other))]
 
 
 def test_a_rate_is_reached_at_the_end_of_the_attempt_that_measured_it(two: ReportedStudyBench) -> None:

@@ -78,17 +78,12 @@ def test_what_runs_is_shown_with_its_steps(live: LiveStudy, finished: ReportedSt
     assert f"{trial.number} ZeRO 2, micro-batch 17" in text
     assert "step 3 of " in text
     assert "122 samples/s" in text
-    assert "1 running" in text
+    assert "16 of 16 launches done, 1 running" in text, "a trial that is asked for is no launch of the budget"
     assert "The search has ended." not in text
     trial.report(125.0, 3)
     again, html = live.now()
     assert "125 samples/s" in html
     assert again == later, "a step changes no figure"
-
-
-def test_a_trial_that_is_asked_for_is_no_launch_of_the_budget(live: LiveStudy, finished: ReportedStudyBench) -> None:
-    finished.study().ask()
-    assert "16 of 16 launches done, 1 running" in Page(live.now()[1]).text
 
 
 def test_the_profile_and_the_finalists_are_shown_while_they_run(

@@ -71,9 +71,6 @@ def test_what_cannot_be_honoured_is_named(section: dict[str, Any], named: str) -
     assert named in notes[0]
 
 
-__all__ = ["bench"]
-
-
 def test_misspelt_keys_of_the_config_are_named(bench: EntryPointBench) -> None:
     (bench.folder / "ds.json").write_text(json.dumps({**DS_CONFIG, "zero_optimisation": {"stage": 3}}))
     given = Given(options=RandomOptions(script="train.py", ds_config="ds.json", cpu_ranks=2), origins={})
@@ -132,7 +129,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spec_builder, "detect_devices", lambda: result)
 
 
-def test_tune_keeps_what_the_config_gives_one_value(bench: EntryPointBench) -> None:
+def test_tune_keeps_what_the_config_gives_one_value_unless_an_option_says_another(bench: EntryPointBench) -> None:
     zero = {"stage": 0, "overlap_comm": True, "reduce_bucket_size": [5e7, 5e8], "offload_optimizer": {"device": "cpu"}}
     write(bench, section={"enabled": True}, zero=zero)
     result = prepare(None, given(cpu_ranks=2))
@@ -141,9 +138,6 @@ def test_tune_keeps_what_the_config_gives_one_value(bench: EntryPointBench) -> N
     (note,) = [note for note in result.notes if "Kept as your config says" in note]
     assert "zero_stage 0" in note
     assert "reduce_bucket_size" not in note
-
-
-def test_an_option_wins_over_a_single_value(bench: EntryPointBench) -> None:
     write(bench, section={"enabled": True}, zero={"stage": 2, "overlap_comm": True})
     spec = prepare(None, given(cpu_ranks=2, zero_stages=(1, 3), fix={"overlap_comm": False})).request.spec
     assert (spec.zero_stages, spec.no_tune) == ((1, 3), ())
