@@ -59,32 +59,22 @@ def test_doctor_reads_a_command_as_a_search_does(tmp_path: Path, monkeypatch: py
         assert list(unfold_command(unchanged, group, cwd=tmp_path).arguments) == unchanged
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_ranks_of_the_launcher_are_those_on_the_cpu(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: int
+def test_the_launcher_and_its_ranks_are_those_on_the_cpu_unless_there_are_too_few_cores_or_an_option_wins(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = unfolded(tmp_path, "torchrun", "--nproc_per_node", str(ranks), "train.py")
-    assert result[result.index("--cpu-ranks") + 1] == str(ranks)
-    assert f"on the CPU, with {ranks} rank" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
-def test_the_typed_launcher_is_stored(tmp_path: Path, launcher: str) -> None:
-    result = unfolded(tmp_path, launcher, "train.py")
-    assert result[result.index("--train-launcher") + 1] == launcher
-
-
-def test_more_ranks_than_cores_are_named_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = unfolded(tmp_path, "torchrun", "--nproc_per_node", "2", "train.py")
+    assert result[result.index("--cpu-ranks") + 1] == "2"
+    assert result[result.index("--train-launcher") + 1] == "torchrun"
+    assert "on the CPU, with 2 rank" in capsys.readouterr().err
     result = unfolded(tmp_path, "torchrun", "--nproc_per_node", "8", "train.py")
     assert "--cpu-ranks" not in result
     assert "fewer ranks than 8, as it has 2 cores" in capsys.readouterr().err
-
-
-def test_the_searchs_own_option_wins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = unfolded(tmp_path, "--cpu-ranks", "2", "torchrun", "--nproc_per_node", "1", "train.py")
     assert result.count("--cpu-ranks") == 1
     assert result[result.index("--cpu-ranks") + 1] == "2"
     assert capsys.readouterr().err == ""
+    result = unfolded(tmp_path, "deepspeed", "train.py")
+    assert result[result.index("--train-launcher") + 1] == "deepspeed"
 
 
 def test_nodes_of_the_launcher_become_those_of_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,11 +143,8 @@ def test_what_no_launcher_takes_ends_in_one_line(
 @pytest.mark.parametrize(
     "command",
     [
-        "deepspeed train.py --dry-run",
         "deepspeed --num_gpus 2 train.py --lr 1 --dry-run --timeout=5",
-        "torchrun --nproc_per_node=1 train.py --dry-run",
         "accelerate launch --num_processes 1 train.py --dry-run",
-        "python train.py --dry-run",
         "python -m train --dry-run",
         "LEVEL=1 python train.py --dry-run",
     ],
@@ -172,6 +159,7 @@ def test_an_option_of_the_search_behind_the_script_is_refused_unless_two_dashes_
     assert "given to the script" not in capsys.readouterr().err
     plain = [word for word in words if not word.startswith(("--dry-run", "--timeout"))]
     assert unfolded(tmp_path, "--dry-run", *plain)[1] == "--dry-run"
+    assert unfolded(tmp_path, *plain, "--", "--dry-run")[-1] == "--dry-run", "or two behind the script"
 
 
 @pytest.mark.parametrize(
@@ -193,10 +181,6 @@ def test_an_option_that_the_script_declares_is_given_to_it_with_a_note(
     assert "optuna-dsat random --dry-run ..." in note
     with pytest.raises(UsageError, match=r"^--timeout: behind the command.* own\.py does not declare it"):
         unfolded(tmp_path, "torchrun", "own.py", "--dry-run", "--timeout", "5")
-
-
-def test_two_dashes_behind_the_script_give_it_what_follows(tmp_path: Path) -> None:
-    assert unfolded(tmp_path, "torchrun", "train.py", "--", "--dry-run")[-1] == "--dry-run"
 
 
 @pytest.fixture
@@ -315,18 +299,11 @@ def test_what_a_command_selects_is_returned_and_changes_the_process_when_applied
     assert (Path.cwd(), os.environ["CUDA_VISIBLE_DEVICES"]) == (tmp_path / "inner", "2,3")
 
 
-@pytest.mark.parametrize(
-    ("words", "passed"),
-    [
-        ("ds.json extra --timeout 5 2", "extra 2"),
-        ("ds.json -- extra", ""),
-        ("--timeout 5 ds.json", ""),
-        ("ds.json", ""),
-    ],
-)
 def test_arguments_behind_the_config_are_named_unless_two_dashes_precede_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, passed: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    unfolded(tmp_path, "train.py", *words.split())
-    note = f"Passed to train.py: {passed}. Write -- before arguments of the script.\n" if passed else ""
-    assert capsys.readouterr().err == note
+    unfolded(tmp_path, "train.py", *["ds.json", "extra", "--timeout", "5", "2"])
+    assert capsys.readouterr().err == "Passed to train.py: extra 2. Write -- before arguments of the script.\n"
+    for words in ("ds.json -- extra", "--timeout 5 ds.json"):
+        unfolded(tmp_path, "train.py", *words.split())
+        assert capsys.readouterr().err == ""

@@ -165,7 +165,7 @@ def test_what_a_file_says_wrongly_is_one_clear_line(
     assert len(shown.err.splitlines()) == 1
 
 
-def test_a_file_that_is_not_toml_is_refused_with_the_place_for_its_options(
+def test_a_file_that_is_not_toml_or_not_there_is_refused_with_the_place_for_its_options(
     bench: EntryPointBench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = "o.yaml"
@@ -178,14 +178,10 @@ def test_a_file_that_is_not_toml_is_refused_with_the_place_for_its_options(
     monkeypatch.setenv("OPTUNA_DSAT_OPTIONS", name)
     assert leave(*PLAIN) == 2
     assert "is not TOML" in capsys.readouterr().err
-
-
-def test_a_broken_pyproject_and_a_missing_file_are_one_clear_line(
-    bench: EntryPointBench, capsys: pytest.CaptureFixture[str]
-) -> None:
     assert leave("--options", "gone.toml", "studies") == 2
     assert capsys.readouterr().err == "optuna-dsat: --options gone.toml cannot be read: No such file or directory.\n"
     (bench.folder / "pyproject.toml").write_text("[tool.optuna-dsat\n")
+    monkeypatch.delenv("OPTUNA_DSAT_OPTIONS")
     assert leave("studies") == 2
     assert "pyproject.toml is not TOML" in capsys.readouterr().err
 
@@ -210,15 +206,14 @@ def test_a_key_for_all_commands_changes_no_setting_of_a_resumed_study() -> None:
         assert given({"resume": {key: value}}) == {limit.name: value}
 
 
-def test_the_limits_of_a_stored_study_are_not_those_of_new_ones(
+def test_the_file_is_named_and_the_limits_of_a_stored_study_are_not_those_of_new_ones(
     bench: EntryPointBench, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (bench.folder / "pyproject.toml").write_text(
-        "[tool.optuna-dsat]\nmax-trials = 2\nmin-gain = 0.5\nconfirm-time = 9\nquiet = true\nconfirm = 0\n"
-    )
+    file = bench.folder / "pyproject.toml"
+    file.write_text("[tool.optuna-dsat]\nmax-trials = 2\nmin-gain = 0.5\nconfirm-time = 9\nconfirm = 0\n")
     start = ("random", "train.py", "ds.json", "--cpu-ranks", "2", "--metric", "throughput")
     assert leave(*start, "--max-trials", "3", "--confirm-time", "7") == 0
-    capsys.readouterr()
+    assert f"Options from {file}: confirm." in " ".join(capsys.readouterr().err.split())
     assert leave("resume", "train-random", "--json") == 0
     assert sum(json.loads(capsys.readouterr().out)["launches"].values()) == 3
     assert leave("show", "train-random", "--json") == 0
@@ -294,30 +289,16 @@ def test_settings_that_another_user_can_write_are_ignored_with_a_line_unless_the
     assert seen("--options", str(file), *PLAIN).options.max_trials == 12
 
 
-def test_the_first_lines_of_a_search_name_the_file_of_its_options(
-    bench: EntryPointBench, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = bench.folder / "pyproject.toml"
-    file.write_text("[tool.optuna-dsat]\nmax-trials = 1\n")
-    leave(*PLAIN)
-    assert f"Options from {file}: max-trials." in " ".join(capsys.readouterr().err.split())
-
-
 def test_a_dry_run_starts_no_python_with_the_variables_of_launches(bench: EntryPointBench) -> None:
     (bench.folder / "sitecustomize.py").write_text(f"open({str(bench.folder / 'started')!r}, 'w')\n")
     assert leave(*PLAIN, "--dry-run", "--env", f"PYTHONPATH={bench.folder}") == 0
     assert not (bench.folder / "started").exists()
 
 
-def test_the_second_time_it_refuses_and_changes_nothing(run_here: Run, tmp_path: Path) -> None:
+def test_the_table_is_made_once(run_here: Run, tmp_path: Path) -> None:
     first = run_here("init")
     assert (first.returncode, first.stdout) == (0, "pyproject.toml\n")
-    text = (tmp_path / "pyproject.toml").read_text()
-    assert text == TABLE
-    again = run_here("init")
-    assert (again.returncode, again.stdout) == (2, "")
-    assert again.stderr == "optuna-dsat: pyproject.toml has a table [tool.optuna-dsat] already.\n"
-    assert (tmp_path / "pyproject.toml").read_text() == text
+    assert (tmp_path / "pyproject.toml").read_text() == TABLE
     assert run_here("studies", "--storage", "sqlite:///none.db").returncode == 2  # reads the file
 
 
@@ -334,12 +315,22 @@ def test_what_the_file_holds_is_left_as_it_is(run_here: Run, tmp_path: Path, old
     assert file.stat().st_mode & 0o777 == 0o640
 
 
-@pytest.mark.parametrize("old", ["tool = {ruff = {}}\n", "not TOML", "tool = 3\n"])
-def test_a_file_that_cannot_be_extended_is_refused_in_one_line(run_here: Run, tmp_path: Path, old: str) -> None:
+@pytest.mark.parametrize(
+    ("old", "why"),
+    [
+        ("tool = {ruff = {}}\n", "cannot be extended"),
+        ("not TOML", "cannot be extended"),
+        ("tool = 3\n", "cannot be extended"),
+        (TABLE, "has a table [tool.optuna-dsat] already.\n"),
+    ],
+)
+def test_a_file_that_cannot_be_extended_is_refused_in_one_line(
+    run_here: Run, tmp_path: Path, old: str, why: str
+) -> None:
     (tmp_path / "pyproject.toml").write_text(old)
     done = run_here("init")
-    assert done.returncode == 2
-    assert done.stderr.startswith("optuna-dsat: pyproject.toml cannot be extended")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"optuna-dsat: pyproject.toml {why}")
     assert len(done.stderr.splitlines()) == 1
     assert (tmp_path / "pyproject.toml").read_text() == old
 

@@ -180,9 +180,6 @@ def test_samples_per_joule_are_stored_and_shown_where_the_power_is_known(
     assert "metric:samples_per_joule" in capsys.readouterr().out.splitlines()[0]
 
 
-__all__ = ["run_here"]
-
-
 def make_shop(path: Path) -> None:
     with closing(sqlite3.connect(path)) as shop:
         shop.execute("CREATE TABLE goods (id INTEGER PRIMARY KEY)")
@@ -193,7 +190,7 @@ def make_optunas(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [make_shop, make_optunas])
-def test_a_database_of_others_is_neither_upgraded_nor_changed(
+def test_a_database_of_others_is_neither_upgraded_nor_changed_and_none_is_made(
     run_here: Run, tmp_path: Path, make: Callable[[Path], None]
 ) -> None:
     file = tmp_path / "others.db"
@@ -205,14 +202,10 @@ def test_a_database_of_others_is_neither_upgraded_nor_changed(
     done = run_here("db", "check", "--storage", f"sqlite:///{file}")
     assert (done.returncode, done.stdout) == (0, "new\n")
     assert file.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [file]
-
-
-def test_no_database_is_made_by_an_upgrade(run_here: Run, tmp_path: Path) -> None:
     done = run_here("db", "upgrade", "--storage", f"sqlite:///{tmp_path / 'typo.db'}")
     assert done.returncode == 2
     assert "There is no database" in done.stderr
-    assert not list(tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == [file]
 
 
 UNREADABLE = 5
