@@ -112,12 +112,11 @@ def test_each_wrong_key_is_named_with_cause_and_remedy(
     assert remedy in finding.remedy if remedy else not finding.remedy
 
 
-def test_a_secret_in_the_place_of_another_value_is_not_shown(wrong: Mapping[str, Finding]) -> None:
+def test_a_secret_in_the_place_of_another_value_is_not_shown_and_fatal_findings_come_first(
+    wrong: Mapping[str, Finding],
+) -> None:
     assert "wandb.enabled" in wrong
     assert not any("hf_QkZr" in finding.text + finding.remedy for finding in wrong.values())
-
-
-def test_fatal_findings_come_first(wrong: Mapping[str, Finding]) -> None:
     order = [Status.FATAL, Status.PROBLEM, Status.NOTE]
     assert sorted(wrong.values(), key=lambda item: order.index(item.status)) == list(wrong.values())
 
@@ -146,11 +145,14 @@ HUGGING_FACE: dict[str, Any] = {
 
 
 @pytest.mark.usefixtures("no_probe")
-def test_auto_is_a_note_where_nothing_is_known_of_the_script() -> None:
+def test_auto_is_a_note_where_nothing_is_known_of_the_script_and_fatal_where_nobody_fills_it_in() -> None:
     (finding,) = check(HUGGING_FACE)
     assert finding.status is Status.NOTE
     assert "optimizer.params.lr" in finding.name
     assert "fp16.enabled" not in finding.name  # DeepSpeed takes its default there
+    config = {"train_micro_batch_size_per_gpu": "auto", "optimizer": ADAM}
+    (finding,) = check(config, fills_auto=False)
+    assert (finding.name, finding.status) == ("train_micro_batch_size_per_gpu", Status.FATAL)
 
 
 @pytest.mark.usefixtures("no_probe")
@@ -160,13 +162,6 @@ def test_arguments_of_the_trainer_that_disagree_with_the_config_are_named() -> N
     assert set(result) == {"scheduler.params.warmup_max_lr", "train_batch_size"}
     assert "2 x 2 x 2 ranks" in result["train_batch_size"].text
     assert result["train_batch_size"].status is Status.FATAL
-
-
-@pytest.mark.usefixtures("no_probe")
-def test_auto_is_fatal_where_nobody_fills_it_in() -> None:
-    config = {"train_micro_batch_size_per_gpu": "auto", "optimizer": ADAM}
-    (finding,) = check(config, fills_auto=False)
-    assert (finding.name, finding.status) == ("train_micro_batch_size_per_gpu", Status.FATAL)
 
 
 def test_a_value_that_deepspeed_refuses_is_named_with_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,8 +192,9 @@ def test_batch_sizes_that_fit_some_number_of_ranks_are_not_wrong_where_it_is_unk
 
 
 @pytest.mark.usefixtures("no_probe")
-@pytest.mark.parametrize("sizes", [{}, {"train_batch_size": None}])
-def test_a_config_without_batch_sizes_is_a_note_as_a_trainer_may_add_them(sizes: dict[str, Any]) -> None:
-    (finding,) = check({**sizes, "optimizer": ADAM})
-    assert finding.name == "train_micro_batch_size_per_gpu, train_batch_size"
-    assert finding.status is Status.NOTE
+def test_a_config_without_batch_sizes_is_a_note_as_a_trainer_may_add_them() -> None:
+    sizes: tuple[dict[str, Any], ...] = ({}, {"train_batch_size": None})
+    for given in sizes:
+        (finding,) = check({**given, "optimizer": ADAM})
+        assert finding.name == "train_micro_batch_size_per_gpu, train_batch_size"
+        assert finding.status is Status.NOTE

@@ -141,7 +141,7 @@ def test_without_the_extra_a_study_runs_and_the_command_names_what_to_install(
     bench: ReportedStudyBench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "optuna_dashboard", None)
-    bench.run(bench.spec(max_trials=3, confirm=0), Hill())
+    bench.run(bench.spec(max_trials=1, confirm=0), Hill())
     assert not [key for key in study_attributes(bench) if key.startswith("dashboard:")]
     assert leave("dashboard", "s", "--storage", bench.url, "--optuna-dashboard") == 2
     error = capsys.readouterr().err
@@ -155,7 +155,7 @@ def test_a_note_that_cannot_be_written_does_not_cost_the_result(
         raise RuntimeError("no room")
 
     monkeypatch.setattr("optuna_dsat.report.dashboard.publish.publish", fail)
-    bench.run(bench.spec(max_trials=3, confirm=0), Hill())
+    bench.run(bench.spec(max_trials=1, confirm=0), Hill())
     assert "no room" in str(bench.news[-1])
 
 
@@ -165,6 +165,8 @@ def test_an_unknown_study_is_refused_with_those_there_are(
     assert leave("dashboard", "t", "--storage", finished.url) == 2
     assert "no study 't'" in (error := capsys.readouterr().err)
     assert "there: s." in error
+    with pytest.raises(UsageError, match=r"there: s\."):
+        publish(finished.store, "t")
 
 
 def test_a_taken_port_is_refused(finished: ReportedStudyBench, capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,11 +184,6 @@ def test_without_the_output_directory_no_artifact_is_offered_and_none_is_made(fi
     published = publish(finished.store, "s")
     assert published.store is None
     assert not (finished.folder / "out").exists()
-
-
-def test_an_unknown_study_cannot_be_published(bench: ReportedStudyBench) -> None:
-    with pytest.raises(UsageError, match="there: none"):
-        publish(bench.store, "s")
 
 
 @pytest.mark.postgres

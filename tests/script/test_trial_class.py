@@ -24,41 +24,20 @@ from optuna_dsat.script.trial_class import (
 )
 
 
-@pytest.mark.parametrize(
-    ("text", "batches"),
-    [
-        ("100batches", 100),
-        ("7", 7),
-        ("1 batch", 1),
-        ("3epochs", 30),
-        ("1epoch", 10),
-        ("33records", 5),
-        ("32records", 4),
-    ],
-)
-def test_lengths_are_counted_in_batches(text: str, batches: int) -> None:
-    assert Length.parse(text).batches(per_epoch=10, train_batch_size=8) == batches
+def test_lengths_are_counted_in_batches_and_what_is_none_is_refused() -> None:
+    lengths = {"100batches": 100, "7": 7, "1 batch": 1, "3epochs": 30, "1epoch": 10, "33records": 5, "32records": 4}
+    for text, batches in lengths.items():
+        assert Length.parse(text).batches(per_epoch=10, train_batch_size=8) == batches
+    for text in ("", "0batches", "3 parsecs", "-1", "1.5epochs", "batches"):
+        with pytest.raises(ValueError, match="is no length: write 100batches, 3epochs or 5000records"):
+            Length.parse(text)
 
 
-@pytest.mark.parametrize("text", ["", "0batches", "3 parsecs", "-1", "1.5epochs", "batches"])
-def test_what_is_no_length_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is no length: write 100batches, 3epochs or 5000records"):
-        Length.parse(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("model_def:MyTrial", True),
-        ("a.b:C", True),
-        ("train.py", False),
-        ("a:b:c", False),
-        ("dir/a:C", False),
-        ("a:", False),
-    ],
-)
-def test_a_class_is_told_from_a_script(text: str, expected: bool) -> None:
-    assert is_trial_class(text) is expected
+def test_a_class_is_told_from_a_script() -> None:
+    for text in ("model_def:MyTrial", "a.b:C"):
+        assert is_trial_class(text)
+    for text in ("train.py", "a:b:c", "dir/a:C", "a:"):
+        assert not is_trial_class(text)
 
 
 def test_a_class_is_found_without_running_its_module(tmp_path: Path) -> None:
@@ -171,7 +150,7 @@ def test_every_name_that_is_promised_is_there() -> None:
     assert not [name for name in ATTRIBUTES if hasattr(DeepSpeedTrialContext, name)]
 
 
-def test_an_import_of_determined_is_refused_with_the_line_to_write(tmp_path: Path) -> None:
+def test_what_only_determined_has_is_refused_with_the_line_to_write(tmp_path: Path) -> None:
     words = refusal(
         tmp_path,
         "import determined as det\nfrom determined.pytorch import DataLoader, PyTorchTrial\n"
@@ -181,20 +160,14 @@ def test_an_import_of_determined_is_refused_with_the_line_to_write(tmp_path: Pat
     assert "line 2: from optuna_dsat.integrations.deepspeed_trial import DataLoader" in words
     assert "line 2: PyTorchTrial of Determined is not here: derive from DeepSpeedTrial" in words
     assert "line 3: import the names that you use of deepspeed" in words
-
-
-def test_attributes_of_the_context_are_refused_by_name(tmp_path: Path) -> None:
     words = refusal(tmp_path, "def seed(self):\n    return self.context.env.trial_seed\n")
     assert "line 2: context.env of Determined is not here" in words
     assert "get_trial_seed()" in words
+    words = refusal(tmp_path, "from optuna_dsat.integrations.deepspeed_trial import LRScheduler\n")
+    assert "line 1: LRScheduler of Determined is not here: give the scheduler to" in words
 
 
 def test_an_import_for_either_library_is_left_alone(tmp_path: Path) -> None:
     text = "try:\n    from determined.pytorch import DataLoader\nexcept ImportError:\n    pass\n"
     (tmp_path / "model_def.py").write_text(text + CLASS)
     assert find_trial_class("model_def:MyTrial", tmp_path) == tmp_path / "model_def.py"
-
-
-def test_a_name_of_determined_is_not_imported_from_here(tmp_path: Path) -> None:
-    words = refusal(tmp_path, "from optuna_dsat.integrations.deepspeed_trial import LRScheduler\n")
-    assert "line 1: LRScheduler of Determined is not here: give the scheduler to" in words
