@@ -338,10 +338,12 @@ def test_a_model_that_trains_on_no_single_sample_is_profiled_and_searched_from_t
 def test_the_error_of_a_script_that_no_batch_size_mends_is_told_at_once(bench: StudyBench) -> None:
     own = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
     spec = bench.spec(max_trials=4, confirm=0, ds_config={**USER_CONFIG, **own})
-    for error, launches in (("NameError: name 'x' is not defined", 1), ("ValueError: odd", 2)):
+    failed, waited = Outcome.SCRIPT_ERROR, Outcome.TIMEOUT
+    ends = (("NameError: name 'x' is not defined", failed, 1), ("ValueError: odd", failed, 2), ("longer", waited, 1))
+    for error, outcome, launches in ends:
         landscape = Hill(
-            lambda _, error=error: SimulatedResult(  # type: ignore[misc]
-                outcome=Outcome.SCRIPT_ERROR, startup_s=1.0, message=f"rank 0: {error}"
+            lambda _, error=error, outcome=outcome: SimulatedResult(  # type: ignore[misc]
+                outcome=outcome, startup_s=1.0, message=f"rank 0: {error}"
             )
         )
         with pytest.raises(ScriptFailedError, match=error):

@@ -245,7 +245,8 @@ def measure_profile(
             error = report.cause.partition(":")[0]
             own = own_batch(spec, record, compares=error == "AssertionError")
             at_own = attempt.with_least(own.micro_batch, own.gradient_accumulation_steps)
-            if at_own == attempt or error in _NEVER_OF_BATCHES:
+            waited = report.outcome in (Outcome.STALLED, Outcome.TIMEOUT)  # it would wait as long again
+            if at_own == attempt or waited or error in _NEVER_OF_BATCHES:
                 raise _failure(spec, report, record)
             least, accumulation = at_own.micro_batch, at_own.accumulation
             if match := _DIVISIBLE.search(report.message):
