@@ -57,8 +57,14 @@ def find_batch_rule(
     if engine is None or (own is None and (engine.pipeline or mapped)):
         return None
     if own == configured and not coincides:
-        is_packed = present > 1 and not is_settled and _may_pack(record) and _stays(spec, launch, overlay=overlay)
-        return held(1, found=record.batch_sources, present=present) if is_packed else None
+        if present == 1 or is_settled or not _may_pack(record):
+            return None
+
+        def holds_one(proof: LaunchRecord, _: int) -> bool:
+            return proof.observed_micro_batch == 1
+
+        is_packed = _is_proven(spec, launch, name="profile-rows", overlay=overlay, own=1, holds=holds_one)
+        return held(1, found=sources, present=present) if is_packed else None
     if own is None:  # nothing was seen: what cannot be counted must not change
         return held(configured if ds_config.MICRO_BATCH in (spec.fix or {}) else present)
     samples = None if sources is None else samples_per_rank(sources, own=own)
@@ -111,15 +117,6 @@ def _may_pack(record: LaunchRecord) -> bool:
     if record.observed_micro_batch != 1 or sources is None or engine is None or engine.pipeline:
         return False
     return record.trainer is None and not any(item["trains"] and item["batch_size"] for item in sources.loaders)
-
-
-def _stays(spec: StudySpec, launch: Launch, *, overlay: Mapping[str, Any]) -> bool:
-    """Whether the engine is fed a single row at a micro-batch of 2, too."""
-
-    def holds(proof: LaunchRecord, _: int) -> bool:
-        return proof.observed_micro_batch == 1
-
-    return _is_proven(spec, launch, name="profile-rows", overlay=overlay, own=1, holds=holds) is True
 
 
 def find_trainer(
