@@ -327,15 +327,15 @@ def _left_early(facts: LaunchFacts) -> Verdict | None:
         if not facts.of(EngineReady):
             text = f"rank {rank}: the script never called deepspeed.initialize"
             return Verdict(outcome=Outcome.SCRIPT_ERROR, message=text, rank=rank)
-        ended = f"ended by itself after {things_in_words(finished.steps, 'global step')}"
-        if caught := _caught_out_of_memory(facts, ended):
+        steps = things_in_words(finished.steps, "global step")
+        if caught := _caught_out_of_memory(facts, f"ended after {steps}"):
             return caught
         skipped = f" (and {finished.skipped} that the loss scaler skipped)" if finished.skipped else ""
         return Verdict(
             outcome=Outcome.OUT_OF_DATA,
             message=(
-                f"the script {ended}{skipped}, before step {facts.end_profile_step}: its data, its own number of steps "
-                "or an error that it caught allows no more"
+                f"the script ended by itself after {steps}{skipped}, before step {facts.end_profile_step}: its data, "
+                "its own number of steps or an error that it caught allows no more"
             ),
             rank=rank,
         )
