@@ -27,7 +27,7 @@ from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.search import warm_start
 from optuna_dsat.study.search.methods import make_planner
 from optuna_dsat.study.spec import ScriptSpec
-from optuna_dsat.study.stored import read_stored
+from optuna_dsat.study.stored import open_study, read_stored
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import metric_in_words
 from tests.harness import present
@@ -182,3 +182,14 @@ def test_a_study_is_shown_in_the_metric_that_it_optimised(
         printed = capsys.readouterr().out
         assert {number, unit} <= set(re.split(r"[\s,:]+", printed)), command
         assert "FLOP" not in printed, command
+
+
+def test_a_study_that_another_process_creates_in_the_same_moment_is_joined(
+    bench: StudyBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of two commands ended: free memory, by which a CPU rank is limited, differs between them."""
+    first, second = (bench.spec(device="cpu", free_memory=True, device_memory_bytes=size) for size in (2**30, 2**31))
+    record, _ = open_study(bench.store, first)
+    find, early = bench.store.find_study, iter([None])
+    monkeypatch.setattr(bench.store, "find_study", lambda name: next(early, find(name)))
+    assert open_study(bench.store, second)[0].uuid == record.uuid
