@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -23,10 +25,20 @@ def notices() -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def warm_launcher(tmp_path_factory: pytest.TempPathFactory, notices: list[str]) -> Iterator[TorchrunLauncher]:
+def launch_tmp() -> Iterator[Path]:
+    """Return the launches' folder for temporary files, with a name that is short enough for sockets."""
+    with tempfile.TemporaryDirectory() as made:
+        yield Path(made)
+
+
+@pytest.fixture(scope="session")
+def warm_launcher(
+    tmp_path_factory: pytest.TempPathFactory, notices: list[str], launch_tmp: Path
+) -> Iterator[TorchrunLauncher]:
     """Return a launcher that has torch and DeepSpeed imported; one launch has trained already."""
     folder = tmp_path_factory.mktemp("warm")
-    made = local_launcher(folder, devices=cpu_devices(2), base_env=BASE_ENV, warm=True, on_notice=notices.append)
+    environment = {**BASE_ENV, "TMPDIR": str(launch_tmp)}
+    made = local_launcher(folder, devices=cpu_devices(2), base_env=environment, warm=True, on_notice=notices.append)
     (folder / "user_config.json").write_text(json.dumps(DS_CONFIG), encoding="utf-8")
     made.start(request(folder, launch_id="warms", script="continued.py"))
     updates_until_finished(made)

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -68,51 +67,26 @@ def states(folder: Path, launch_id: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def notices() -> list[str]:
-    return []
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("warm")
     (made / "user_config.json").write_text(json.dumps({**DS_CONFIG, "train_micro_batch_size_per_gpu": 2}))
     return made
 
 
-@pytest.fixture(scope="module")
-def temporary() -> Iterator[Path]:
-    """The launches' folder for temporary files, with a name that is short enough for sockets."""
-    with tempfile.TemporaryDirectory() as made:
-        yield Path(made)
-
-
-@pytest.fixture(scope="module")
-def base_env(temporary: Path) -> dict[str, str]:
-    return {**BASE_ENV, "TMPDIR": str(temporary)}
-
-
-@pytest.fixture(scope="module")
-def launcher(folder: Path, notices: list[str], base_env: dict[str, str]) -> Iterator[TorchrunLauncher]:
-    made = local_launcher(
-        folder / "out", devices=cpu_devices(2), base_env=base_env, warm=True, on_notice=notices.append
-    )
-    (folder / "out").mkdir()
-    report, _ = run(made, state_request(folder, "first"))
-    assert report.outcome is Outcome.MEASURED, report
-    assert notices == []
-    yield made
-    made.close()
-
-
 @pytest.fixture
-def plain(folder: Path, base_env: dict[str, str]) -> Iterator[TorchrunLauncher]:
-    made = local_launcher(folder / "plain", devices=cpu_devices(2), base_env=base_env)
+def plain(folder: Path, launch_tmp: Path) -> Iterator[TorchrunLauncher]:
+    environment = {**BASE_ENV, "TMPDIR": str(launch_tmp)}
+    made = local_launcher(folder / "plain", devices=cpu_devices(2), base_env=environment)
     yield made
     made.close()
 
 
-@pytest.mark.usefixtures("launcher")
-def test_a_forked_rank_finds_what_a_started_one_does(plain: TorchrunLauncher, folder: Path) -> None:
+def test_a_forked_rank_finds_what_a_started_one_does(
+    warm_launcher: TorchrunLauncher, plain: TorchrunLauncher, folder: Path
+) -> None:
+    report, updates = run(warm_launcher, state_request(folder, "first"))
+    assert report.outcome is Outcome.MEASURED, report
+    assert [event.forked for event in events(updates, RankStarted)] == [True, True]
     run(plain, state_request(folder, "started"))
     for forked, started in zip(states(folder, "first"), states(folder, "started"), strict=True):
         differing = {
@@ -126,7 +100,9 @@ def test_a_forked_rank_finds_what_a_started_one_does(plain: TorchrunLauncher, fo
     assert len(set(numbers)) == len(numbers), "ranks that are not seeded draw different numbers"
 
 
-def test_the_profile_launch_finds_deepspeed_imported(launcher: TorchrunLauncher, folder: Path, tmp_path: Path) -> None:
+def test_the_profile_launch_finds_deepspeed_imported(
+    warm_launcher: TorchrunLauncher, folder: Path, tmp_path: Path
+) -> None:
     """It also reports all modules it used, so that none is missing before the next fork."""
     script, result = tmp_path / "looks.py", tmp_path / "found"
     script.write_text(
@@ -136,23 +112,23 @@ def test_the_profile_launch_finds_deepspeed_imported(launcher: TorchrunLauncher,
     config = str(folder / "user_config.json")
     command = ScriptCommand(script=str(script), args=(config,), cwd=str(folder), config_path=config)
     asked = request(folder, launch_id="profile", purpose="profile", command=command, start_profile_step=1)
-    report, updates = run(launcher, asked)
+    report, updates = run(warm_launcher, asked)
     assert report.outcome is Outcome.MEASURED, report
     assert result.read_text() == "True"
-    directory = launcher.run_directory("profile")
+    directory = warm_launcher.run_directory("profile")
     assert all("training starts" in directory.stdout(rank).read_text() for rank in range(2))
-    assert "training starts" not in (folder / "out" / "warm.log").read_text()
+    assert "training starts" not in (directory.root.parent / "warm.log").read_text()
     (imported,) = events(updates, ModulesImported)
     assert {"torch", "deepspeed", "numpy"} <= set(imported.modules)
 
 
 def test_a_launch_sees_and_measures_nothing_of_what_another_left_behind(
-    launcher: TorchrunLauncher, folder: Path
+    warm_launcher: TorchrunLauncher, folder: Path
 ) -> None:
     def losses(name: str, stage: int, *more: str) -> list[str]:
         config = {**DS_CONFIG, "zero_optimization": {"stage": stage, "reduce_bucket_size": 10_000}}
         asked = replace(state_request(folder, name, *more), ds_config=config, overlay=config)
-        report, updates = run(launcher, asked)
+        report, updates = run(warm_launcher, asked)
         assert report.outcome is Outcome.MEASURED, report
         assert {event.step for event in events(updates, StepMeasured)} == {1, 2, 3}
         return sorted(str(event.loss) for event in events(updates, StepMeasured))
@@ -174,20 +150,20 @@ def descendants() -> set[psutil.Process]:
 
 
 def test_processes_of_the_script_s_own_work_in_a_fork_and_leave_nothing(
-    launcher: TorchrunLauncher, folder: Path, temporary: Path
+    warm_launcher: TorchrunLauncher, folder: Path, launch_tmp: Path
 ) -> None:
-    processes, files = descendants(), {*temporary.iterdir()}
-    report, updates = run(launcher, request(folder, launch_id="helped", script="helped.py", end_profile_step=5))
+    processes, files = descendants(), {*launch_tmp.iterdir()}
+    report, updates = run(warm_launcher, request(folder, launch_id="helped", script="helped.py", end_profile_step=5))
     assert report.outcome is Outcome.MEASURED, report
     assert [event.forked for event in events(updates, RankStarted)] == [True, True]
-    assert {*temporary.iterdir()} == files
+    assert {*launch_tmp.iterdir()} == files
     assert descendants() == processes
     shared = [path for path in SHARED_MEMORY.glob("torch_*") if path.stat().st_mtime > report.started_at]
     assert [path for path in shared if ProcessKey.of(int(path.name.split("_")[1])) is None] == []
 
 
-def test_a_rank_that_dies_is_explained_by_torchrun(launcher: TorchrunLauncher, folder: Path) -> None:
-    report, _ = run(launcher, request(folder, launch_id="dies", args=("--end", "segv", "--end-rank", "1")))
+def test_a_rank_that_dies_is_explained_by_torchrun(warm_launcher: TorchrunLauncher, folder: Path) -> None:
+    report, _ = run(warm_launcher, request(folder, launch_id="dies", args=("--end", "segv", "--end-rank", "1")))
     assert report.outcome is Outcome.SCRIPT_ERROR, report
     assert "rank 1" in report.message
     assert_gone(report.pids)

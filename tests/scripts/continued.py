@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import subprocess
+import time
 
 import deepspeed
 import torch
@@ -36,6 +37,7 @@ def main() -> None:
     parser.add_argument("--data", default="loader", choices=("loader", "stream", "batches", "fixed", "once"))
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--epochs", type=int, default=100)
+    parser.add_argument("--step-s", type=float, default=0.0)
     parser.add_argument("--end", default="", choices=("", "raise", "memory"))
     parser.add_argument("--end-size", type=int, default=0)
     parser.add_argument("--end-rank", type=int, default=1)
@@ -66,6 +68,7 @@ def main() -> None:
                 if args.end == "memory":
                     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
             engine.backward(engine(inputs).square().mean())
+            time.sleep(args.step_s)
             engine.step()
 
 
