@@ -256,7 +256,7 @@ def test_places_are_those_of_the_folder_in_which_a_command_is_typed_that_goes_el
     assert "where the command goes" in " ".join(capsys.readouterr().err.split())
     monkeypatch.setenv("OPTUNA_DSAT_STORAGE", "sqlite:///kept/my.db")
     assert kept_places(tmp_path, tmp_path / "inner", given=["--output-dir=there"]) == [
-        *("--output-dir", str(tmp_path / "there"), "--storage", f"sqlite:///{tmp_path}/kept/my.db"),
+        *("--output-dir", str(tmp_path / "there"), "--storage", f"sqlite:///{tmp_path}/kept/my.db")
     ]
 
 

@@ -164,10 +164,7 @@ CASES = {
     "a-script-too": (["train.py", "--params", "7e9", "--gpu", "t4"], "give no script"),
     "no-number": (["--params", "seven", "--gpu", "t4"], "--params is 'seven'"),
     "no-such-gpu": (["--params", "7e9", "--gpu", "a100"], "--gpu is 'a100'; known are"),
-    "margin": (
-        ["--params", "7e9", "--gpu", "t4", "--memory-margin", "1"],
-        "--memory-margin is 1; it must",
-    ),
+    "margin": (["--params", "7e9", "--gpu", "t4", "--memory-margin", "1"], "--memory-margin is 1; it must"),
     "heads": (["--params", "7e9", "--gpu", "t4", "--hidden", "4096", "--heads", "7"], "no multiple of the 7 heads"),
 }
 

@@ -35,13 +35,10 @@ def test_what_deepspeed_treats_otherwise_is_named(
     assert knob_differences({"zero_optimization": zero}, own, params_count=10**6) == expected
 
 
-def test_accumulation_is_named_where_it_is_another() -> None:
+def test_two_configurations_of_one_structure_are_told_apart_and_accumulation_is_named_where_it_is_another() -> None:
     config = {"zero_optimization": {"stage": 1}, "gradient_accumulation_steps": 4}
     assert knob_differences(config, {"gradient_accumulation_steps": 4}) == {}
     assert knob_differences(config, {}) == {"gradient_accumulation_steps": 4}
-
-
-def test_two_configurations_of_one_structure_are_told_apart() -> None:
     first = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 50000000}, "train_micro_batch_size_per_gpu": 32}
     other = {"zero_optimization": {"stage": 2, "overlap_comm": True}, "train_micro_batch_size_per_gpu": 32}
     assert config_in_words(first) == config_in_words(other) == "ZeRO 2, micro-batch 32"
@@ -53,12 +50,9 @@ def config(micro_batch: int = 2, **zero: Any) -> dict[str, Any]:
     return {"train_micro_batch_size_per_gpu": micro_batch, "zero_optimization": {"stage": 2, **zero}}
 
 
-def test_a_micro_batch_and_live_knobs_change_in_a_running_engine() -> None:
+def test_a_micro_batch_and_live_knobs_change_in_a_running_engine_and_a_missing_key_is_deepspeeds_default() -> None:
     changes = live_changes(config(), {**config(8, reduce_bucket_size=5_000_000), "train_batch_size": 16})
     assert changes == {"train_micro_batch_size_per_gpu": 8, "zero_optimization.reduce_bucket_size": 5_000_000}
-
-
-def test_a_missing_key_is_deepspeeds_default() -> None:
     assert live_changes(config(contiguous_gradients=True), config()) == {}
     assert live_changes(config(reduce_scatter=False), config()) == {"zero_optimization.reduce_scatter": True}
     assert live_changes(config(stage=3), config(stage=3, overlap_comm=True)) == {}

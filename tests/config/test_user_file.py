@@ -22,14 +22,12 @@ def read(tmp_path: Path, text: str | bytes) -> user_file.UserConfig:
     ("text", "expected"),
     [
         ("", "is empty"),
-        ("  \n ", "is empty"),
         ("{", "line 1, column 2"),
         ('{\n "a": 1,\n', "line 3, column 1"),
         ('{"a": 1, "a": 2}', "'a' is given twice"),
         ('{"zero_optimization": {"stage": 1, "stage": 2}}', "'stage' is given twice"),
         ('{"zero_optimization": {stage: 1, "stage": 2}}  # HJSON', "'stage' is given twice"),
         ("[1]", "this is a list"),
-        ("3", "this is a number"),
         ("null", "this is null"),
         ('{"a": NaN}', "a number that is not finite"),
         (b'{"a": "\xff"}', "line 1: not UTF-8"),
@@ -49,14 +47,11 @@ def read(tmp_path: Path, text: str | bytes) -> user_file.UserConfig:
             '{"optimizer": {"type": "Adam", "params": {"lr": [0.1]}}}',
             "optimizer.params.lr is [0.1]; it must be a number",
         ),
-        ('{"data_types": 5}', "data_types is a number; it must be an object"),
         ('{"bfloat16": true}', "bfloat16 is a truth value; it must be an object"),
-        ('{"activation_checkpointing": []}', "activation_checkpointing is a list; it must be an object"),
         ('{"train_batch_size": [8, 16]}', "is not searched"),
         ('{"gradient_accumulation_steps": "all"}', "gradient_accumulation_steps is 'all', but is not searched"),
         ('{"train_micro_batch_size_per_gpu": 2.5}', "whole number"),
         ('{"train_micro_batch_size_per_gpu": [1, 0]}', "at least 1"),
-        ('{"train_batch_size": true}', "whole number"),
         ('{"zero_optimization": {"reduce_bucket_size": []}}', "empty list"),
         ('{"autotuning": {"tuner_num_trials": "many"}}', "tuner_num_trials"),
         (
@@ -88,6 +83,7 @@ def test_a_missing_file_and_a_directory_are_told_apart(tmp_path: Path) -> None:
         user_file.load(tmp_path / "none.json")
     with pytest.raises(ConfigError, match="is a directory"):
         user_file.load(tmp_path)
+    assert user_file.load(None).raw == {}, "of no file"
 
 
 def test_lists_are_read_as_narrowing_and_resolved_to_their_first(tmp_path: Path) -> None:
@@ -155,10 +151,6 @@ def test_hjson_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_without_a_file_the_config_is_empty() -> None:
-    assert user_file.load(None).raw == {}
-
-
 def test_misspelt_keys_are_found_with_the_key_that_they_resemble() -> None:
     keys = ["train_micro_batch_size_per_gpu ", "zero_optimisation.stage", "gradient_acumulation_steps", "BF16.enabled"]
     keys += ["optimizer.typ", "scheduler.parms.warmup_num_steps", "gradient_clip"]
@@ -171,12 +163,8 @@ def test_misspelt_keys_are_found_with_the_key_that_they_resemble() -> None:
         "scheduler.parms": "scheduler.params",
         "gradient_clip": "gradient_clipping",
     }
-
-
-def test_keys_that_are_right_or_of_others_are_not_misspelt() -> None:
-    assert (
-        misspelt_keys(["zero_optimization.stage", "fp16", "tensorboard", "autotuning.enabled", "optimizer.type"]) == {}
-    )
+    right = ["zero_optimization.stage", "fp16", "tensorboard", "autotuning.enabled", "optimizer.type"]
+    assert misspelt_keys(right) == {}
 
 
 def test_misspelt_keys_in_words_name_the_key_as_it_is_written() -> None:

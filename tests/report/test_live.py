@@ -86,9 +86,7 @@ def test_what_runs_is_shown_with_its_steps(live: LiveStudy, finished: ReportedSt
     assert again == later, "a step changes no figure"
 
 
-def test_the_profile_and_the_finalists_are_shown_while_they_run(
-    finished: ReportedStudyBench,
-) -> None:
+def test_the_profile_and_the_finalists_are_shown_while_they_run(finished: ReportedStudyBench) -> None:
     finished.store.create_study("new", finished.spec(name="new").model_dump(mode="json"))
     notes = LiveNotes(lambda _: None, study="new")
     with notes.kept_in(finished.store):

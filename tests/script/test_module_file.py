@@ -21,20 +21,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("name", "file"),
-    [
-        ("top", "top.py"),
-        ("space.deep.train", "space/deep/train.py"),
-        ("package", "package/__main__.py"),
-        ("json.tool", "json/tool.py"),
-        ("space", None),
-        ("gone.train", None),
-        ("package.gone", None),
-    ],
-)
-def test_the_working_directory_comes_first(folder: Path, name: str, file: str | None) -> None:
-    assert module_file(name, folder) == (None if file is None else folder / file)
+def test_the_working_directory_comes_first(folder: Path) -> None:
+    there = {"top": "top.py", "space.deep.train": "space/deep/train.py", "package": "package/__main__.py"}
+    for name, file in {**there, "json.tool": "json/tool.py"}.items():
+        assert module_file(name, folder) == folder / file
+    for name in ("space", "gone.train", "package.gone"):
+        assert module_file(name, folder) is None
 
 
 def test_installed_modules_are_found_and_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,14 +40,7 @@ def test_installed_modules_are_found_and_not_imported(tmp_path: Path, monkeypatc
     assert module_file("sys", tmp_path) is None
 
 
-@pytest.mark.parametrize(
-    ("changed", "seen"),
-    [
-        *(("space/deep/train.py", True), ("top.py", True), ("other/much/deeper.py", False)),
-        *(("model.yaml", True), ("ds.json", False)),
-    ],
-)
-def test_a_profile_depends_on_the_code_of_the_module_and_its_settings(folder: Path, changed: str, seen: bool) -> None:
+def test_a_profile_depends_on_the_code_of_the_module_and_its_settings(folder: Path) -> None:
     module = {"script": "space.deep.train", "is_module": True, "cwd": str(folder), "config_path": "ds.json"}
     spec = make_spec(
         name="study",
@@ -66,12 +51,13 @@ def test_a_profile_depends_on_the_code_of_the_module_and_its_settings(folder: Pa
         slots_per_trial=2,
         output_dir=str(folder / "out"),
     )
-    before = fingerprint(spec, device_names=("cpu",))
-    assert fingerprint(spec, device_names=("cpu",)) == before
-    path = folder / changed
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("raise SystemExit('changed')")
-    assert (fingerprint(spec, device_names=("cpu",)) != before) is seen
+    unseen, seen_files = ("other/much/deeper.py", "ds.json"), ("top.py", "space/deep/train.py", "model.yaml")
+    for changed, seen in [*((file, False) for file in unseen), *((file, True) for file in seen_files)]:
+        before = fingerprint(spec, device_names=("cpu",))
+        path = folder / changed
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("raise SystemExit('changed')")
+        assert (fingerprint(spec, device_names=("cpu",)) != before) is seen
 
 
 @pytest.mark.parametrize(
@@ -93,16 +79,13 @@ def test_an_option_is_the_scripts_where_its_source_declares_it(tmp_path: Path, s
     assert (result == {"--seed"}) is declared
 
 
-@pytest.mark.parametrize(
-    ("source", "reads"),
-    [
+def test_a_script_that_reads_its_standard_input_is_detected(tmp_path: Path) -> None:
+    for source, reads in (
         ("import sys\nfor line in sys.stdin: ...", True),
         ("import fileinput\nlines = list(fileinput.input())", True),
         ("answer = input()", True),
         ("open('/dev/stdin')", True),
         ("input = layer.input(3)\nmodel(input)", False),
-    ],
-)
-def test_a_script_that_reads_its_standard_input_is_detected(tmp_path: Path, source: str, reads: bool) -> None:
-    (tmp_path / "train.py").write_text(source)
-    assert reads_input("train.py", is_module=False, cwd=tmp_path) is reads
+    ):
+        (tmp_path / "train.py").write_text(source)
+        assert reads_input("train.py", is_module=False, cwd=tmp_path) is reads

@@ -191,12 +191,7 @@ def test_what_is_not_told_of_a_config_stays_in_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"key": f"deepspeed.{MICRO_BATCH}"},
-        {"kind": "loader"},
-        {"name": "other.yml"},
-        {"name": "ds.json"},
-    ],
+    [{"key": f"deepspeed.{MICRO_BATCH}"}, {"kind": "loader"}, {"name": "other.yml"}, {"name": "ds.json"}],
     ids=["a part of the file", "nothing of a file", "no argument names it", "no YAML"],
 )
 def test_there_is_none_where_the_script_passes_something_else(tmp_path: Path, changes: dict[str, Any]) -> None:

@@ -62,9 +62,7 @@ def test_what_the_config_leaves_open_is_what_the_script_says(config: dict[str, A
 
 def test_options_keep_the_users_spelling_and_give_way_to_the_users_mapping() -> None:
     spec = spec_of(
-        AUTO,
-        args=("--gradient-accumulation-steps=2",),
-        arg_mappings={"train_micro_batch_size_per_gpu": "--bs"},
+        AUTO, args=("--gradient-accumulation-steps=2",), arg_mappings={"train_micro_batch_size_per_gpu": "--bs"}
     )
     assert follow_trainer(spec, None) == spec
     assert follow_trainer(spec, trainer_of()).script.arg_mappings == {

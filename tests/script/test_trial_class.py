@@ -115,7 +115,7 @@ def test_overwrites_are_laid_over_their_own_config_alone(tmp_path: Path) -> None
 def test_arguments_lead_to_the_command_that_trains() -> None:
     arguments = runner_arguments("m:T", config="ds.json", hparams="h.yaml", rest=("--max-length", "3epochs"))
     assert train_command(arguments, config="best.json", device="cuda", slots=4) == [
-        *("optuna-dsat", "train", "m:T", "best.json", "--hparams", "h.yaml", "--max-length", "3epochs", "--gpus", "4"),
+        *("optuna-dsat", "train", "m:T", "best.json", "--hparams", "h.yaml", "--max-length", "3epochs", "--gpus", "4")
     ]
     assert complete_training(arguments, "runs") == [*arguments, "--checkpoint-dir", "runs"]
     own = [*arguments, "--checkpoint-dir=x"]

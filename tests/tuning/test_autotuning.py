@@ -211,9 +211,7 @@ def test_a_sweep_that_cannot_run_is_refused_before_its_first_search(
 
 
 @pytest.mark.usefixtures("bench", "two_gpus")
-def test_a_sweep_shows_how_samples_grow_and_repeats_nothing_when_typed_again(
-    run_here: Run,
-) -> None:
+def test_a_sweep_shows_how_samples_grow_and_repeats_nothing_when_typed_again(run_here: Run) -> None:
     sweep = "random train.py ds.json --gpus-per-trial 1 2 --max-trials 2 --metric throughput --confirm 0 --quiet"
     options = shlex.split(sweep)
     done = run_here(*options)

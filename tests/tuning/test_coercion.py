@@ -54,11 +54,7 @@ def test_a_value_is_taken_as_the_type_says(value: Any, kind: Any, taken: Any) ->
 @pytest.mark.parametrize(
     ("value", "kind", "said"),
     [
-        (
-            "1,2",
-            STAGES,
-            r"it must be a list of whole numbers or a whole number, such as \[1, 2\]; got '1,2' \(str\)\.",
-        ),
+        ("1,2", STAGES, r"it must be a list of whole numbers or a whole number, such as \[1, 2\]; got '1,2' \(str\)\."),
         ([1, "2"], STAGES, r"it\[1\] must be a whole number; got '2' \(str\)\."),
         (True, STAGES, r"it must be a list of whole numbers or a whole number; got True \(bool\)\."),
         (1.5, int, r"it must be a whole number; got 1\.5 \(float\)\."),
