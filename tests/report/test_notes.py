@@ -12,7 +12,6 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.dashboard.notes import OWN_TEXT, keep_own_text, study_note, trial_note
 from optuna_dsat.report.facts import memory_table
 from optuna_dsat.report.view import StudyView
-from optuna_dsat.secrecy.shapes import hidden_data
 from optuna_dsat.study.space import hardware_of
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import Feasibility, feasibility
@@ -87,9 +86,6 @@ def test_no_secret_reaches_a_note(view: StudyView) -> None:
     script = view.spec.script.model_copy(update={"args": ("--hf-token", "s3cret", "--deepspeed_config", "ds.json")})
     view = replace(view, spec=view.spec.model_copy(update={"script": script}))
     assert "s3cret" not in study_note(view)
-    assert hidden_data({"comet": {"api_key": "s3cret", "project": "p"}}) == {
-        "comet": {"api_key": "***", "project": "p"}
-    }
 
 
 def test_what_people_wrote_below_the_line_is_kept() -> None:

@@ -24,14 +24,13 @@ def single(bench: ReportedStudyBench, *, forward_s: float, other_s: float = 0.0)
     """Return a study of the user's config alone, as if its launch had run on an A100."""
 
     def step(_config: Mapping[str, Any]) -> SimulatedResult:
-        return SimulatedResult(
-            startup_s=10,
-            forward_s=forward_s,
-            backward_s=2 * forward_s,
-            step_s=0.02,
-            other_s=other_s,
-            peak_bytes=20 * GIB,
-        )
+        times: dict[str, Any] = {
+            "forward_s": forward_s,
+            "backward_s": 2 * forward_s,
+            "step_s": 0.02,
+            "other_s": other_s,
+        }
+        return SimulatedResult(startup_s=10, peak_bytes=20 * GIB, **times)
 
     bench.run(bench.spec(max_trials=1, confirm=0), Hill(step))
     view = read_view(bench.store, "s")
@@ -81,7 +80,7 @@ def test_time_outside_the_engine_is_the_data_loaders_or_pythons(bench: ReportedS
     assert "2 s of each step (40%) pass outside forward, backward and step: the data loader" in "\n".join(result.causes)
 
 
-def test_what_went_on_beside_the_launch_is_told(bench: ReportedStudyBench) -> None:
+def test_what_went_on_beside_the_launch_and_uneven_steps_are_told(bench: ReportedStudyBench) -> None:
     view = single(bench, forward_s=1.0)
     busy = Conditions(
         window_s=10.0,
@@ -91,18 +90,12 @@ def test_what_went_on_beside_the_launch_is_told(bench: ReportedStudyBench) -> No
         throttle_reasons=("power limit",),
     )
     launches = tuple(replace(launch, report=replace(launch.report, conditions=busy)) for launch in view.launches)
-    causes = gap_of(replace(view, launches=launches)).causes
+    times = dict.fromkeys(view.step_times, (3.0, 3.0, 9.0))
+    causes = gap_of(replace(view, launches=launches, step_times=times)).causes
+    assert any("Steps are uneven: the slowest took 9 s" in cause for cause in causes)
     assert any("Other processes took 50% of the cores" in cause for cause in causes)
     assert any("Others used its GPUs: process 7 (python3)." in cause for cause in causes)
     assert any("clocks were held down: power limit." in cause for cause in causes)
-
-
-def test_uneven_steps_are_told(bench: ReportedStudyBench) -> None:
-    view = single(bench, forward_s=1.0)
-    times = dict.fromkeys(view.step_times, (3.0, 3.0, 9.0))
-    assert any(
-        "Steps are uneven: the slowest took 9 s" in cause for cause in gap_of(replace(view, step_times=times)).causes
-    )
 
 
 def test_the_command_says_it_of_a_study_of_one_config(

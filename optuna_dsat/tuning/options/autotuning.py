@@ -14,13 +14,8 @@ from optuna_dsat.tuning.options.given import Given, user_config
 from optuna_dsat.tuning.options.tune_options import AutotuningOptions, TuneOptions
 from optuna_dsat.words import things_in_words
 
-_METRICS = {
-    "flops": "FLOPS_per_gpu",
-    "throughput": "throughput",
-    "latency": "latency",
-    "forward": "forward",
-    "backward": "backward",
-    "step": "step",
+_METRICS = {"flops": "FLOPS_per_gpu"} | {
+    name: name for name in ("throughput", "latency", "forward", "backward", "step")
 }
 """DeepSpeed's metric, in lower case -> ours."""
 _METHODS = {"random": "random", "gridsearch": "binary", "model_based": "asha"}
