@@ -192,8 +192,11 @@ class Confirmation:
                 return True
             if self._spec.adaptive_steps is not None or input_variation(steps) or len(steps) < trial_steps(self._spec):
                 return False
-            fixed_s = max(times) - min(times) - sum(step.latency_s for step in steps)
-            return _is_long(steps) or len(steps) >= steps_worth_their_time(steps, noise=noise, fixed_s=fixed_s)
+            steps_s = sum(step.latency_s for step in steps)
+            if len(steps) >= _FEWEST_LONG_STEPS and steps_s >= _LONG_S:
+                return True
+            fixed_s = max(times) - min(times) - steps_s
+            return len(steps) >= steps_worth_their_time(steps, noise=noise, fixed_s=fixed_s)
 
         record, report = follow(
             self._context.launcher,
@@ -253,11 +256,6 @@ class Confirmation:
                 else speed_of(launch.metrics, launch.value, metric=self._context.metric, device=self._spec.device),
             )
         )
-
-
-def _is_long(steps: Sequence[GlobalStep]) -> bool:
-    """Return True if measuring more steps is not worth the time, however little launches vary."""
-    return len(steps) >= _FEWEST_LONG_STEPS and sum(step.latency_s for step in steps) >= _LONG_S
 
 
 def steps_worth_their_time(steps: Sequence[GlobalStep], *, noise: float, fixed_s: float) -> float:
