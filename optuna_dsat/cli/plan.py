@@ -64,6 +64,7 @@ class PlanOptions:
         Path | None,
         _model(
             "--model",
+            "--hf-config",
             help="A model by name (llama-3.1-8b, gpt2-xl), the config.json of a Hugging Face model, its folder, or the "
             "id of one that was downloaded before, instead of --params and the shape.",
             metavar="NAME|PATH",

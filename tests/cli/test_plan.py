@@ -111,7 +111,7 @@ LLAMA = {
 def test_a_plan_of_a_hugging_face_config(tmp_path: Path, run_here: Run) -> None:
     (tmp_path / "llama").mkdir()
     (tmp_path / "llama" / "config.json").write_text(json.dumps(LLAMA))
-    machine = ("--model", "llama", "--gpu", "h100", "--recompute", "full")
+    machine = ("--hf-config", "llama", "--gpu", "h100", "--recompute", "full")
     done = run_here("plan", *machine)
     assert "llama, 8.03 B parameters: 32 layers" in done.stdout
     assert "How many GPUs are worth it" in done.stdout
