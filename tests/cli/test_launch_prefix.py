@@ -274,7 +274,8 @@ def test_options_of_the_search_that_a_wrapper_would_lose_are_refused(tmp_path: P
     assert given[-3:] == ["--", "--max-trials", "5"]
     (tmp_path / "mpirun").write_text('#!/bin/sh\nshift 2\nexec "$@"\n')
     (tmp_path / "mpirun").chmod(0o755)
-    assert unfolded(tmp_path, "./mpirun", "--timeout", "9", "torchrun", "own.py", "--lr", "1")[-2:] == ["--lr", "1"]
+    run = ("./mpirun", "--timeout", "9", "python", "inner/own.py", "--lr", "1")
+    assert unfolded(tmp_path, *run)[-2:] == ["--lr", "1"]
 
 
 @pytest.mark.parametrize("first", [(), ("--",)])

@@ -102,11 +102,7 @@ def test_every_record_of_a_study_counts_the_same_steps_and_every_view_says_so(
     view = read_view(bench.store, "s")
     assert words in html.unescape(render(view))
     note = trial_note(view, next(trial for trial in view.trials if trial.number == winner.number))
-    assert "| steps skipped by the loss scaler, not counted | 2 |" in note
-    assert "| inputs vary in size from step to step by | 40% |" in note
-    speed = winner.user_attrs[attributes.METRICS]["tokens_per_s"]
-    assert f"| {literal('tokens_per_s')} | {metric_in_words('tokens_per_s', speed)} |" in note
-    assert f"| {literal('steps_completed')} | {RESUMED + SKIPS + 8} |" in note
+    assert literal(words) in note
 
 
 def test_a_ratio_is_told_without_the_difference_in_length() -> None:
