@@ -144,9 +144,11 @@ def test_nobody_waits_for_a_builder_that_is_gone(lock: Path) -> None:
     assert not lock.exists()
 
 
+@pytest.mark.parametrize("removed", [False, True])
 def test_who_waits_goes_on_with_the_build_of_a_builder_that_is_killed(
-    lock: Path, build: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lock: Path, build: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removed: bool
 ) -> None:
+    """Another tuner may have removed the lock: the library was then loaded, though nobody had built it."""
     tools = tmp_path / "tools"
     tools.mkdir()
     (tools / "ninja").write_text("#!/bin/sh\n[ -e lock ] && echo built > op.so\n")
@@ -170,6 +172,9 @@ def test_who_waits_goes_on_with_the_build_of_a_builder_that_is_killed(
         time.sleep(0.3)
         assert waiting.poll() is None, "its builder lives"
         build.kill()
+        if removed:
+            build.wait()
+            lock.unlink()
         wait_until(lambda: waiting.poll() is not None, what="the wait ends")
         assert waiting.returncode == 0
     assert (lock.parent / "op.so").read_text() == "built\n"

@@ -162,7 +162,11 @@ def guard_builds(file_baton: Any) -> None:
 
     def wait(_original: Any, baton: Any) -> None:
         path, looked = Path(baton.lock_file_path), 0.0
-        while path.exists():
+
+        def is_unfinished() -> bool:  # the builder was killed, and its lock removed
+            return (path.parent / "build.ninja").exists() and not any(path.parent.glob("*.so"))
+
+        while path.exists() or is_unfinished():
             if time.monotonic() - looked > _LOOK_S:
                 looked = time.monotonic()
                 if not is_held(path) and baton.try_acquire():
