@@ -90,7 +90,7 @@ def _space(landscape: Computed | Recorded) -> dict[str, tuple[Any, ...]]:
 
 
 def run(method: str, rig: Rig, *, budget: int, seed: int) -> None:
-    """Run one search; the rig keeps what it launched, found and stated."""
+    """Run a search; the rig keeps its launches, results and statements."""
     with tempfile.TemporaryDirectory() as folder, quick_store(Path(folder)) as store:
         study = search(method, rig, budget=budget, seed=seed, store=store)
         if study is not None:

@@ -120,7 +120,7 @@ def cli_command(view: StudyView, name: str, *arguments: object) -> str:
 
 
 def tuned(view: StudyView) -> Iterator[tuple[str, str]]:
-    """Yield name and value of each fact about what a study tunes, and with what."""
+    """Yield name and value of the settings and the environment of a study."""
     spec, metric = view.spec, view.metric
     if metric != spec.metric:
         metric += f" (FLOPs could not be counted, so not {spec.metric}; both rank alike)"

@@ -322,7 +322,7 @@ def encode_event(event: Event) -> str:
 
 
 def decode_event(line: str) -> Event | None:
-    """Return the event of a JSON line; None if there is none, as in a truncated line.
+    """Return the event of a JSON line; None for a line that cannot be read, such as a truncated one.
 
     Texts are made ``storable`` and shortened to ``TEXT_CHARS``.
     """

@@ -79,10 +79,8 @@ def checkpoint_every(config: Mapping[str, Any]) -> int:
 
 def with_script_s_checkpointing(overlay: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Return an overlay over the user's ``own`` config that leaves the script's checkpointing on where both have it."""
-    model = dict(overlay.get(MODEL) or {})
-    if checkpoint_every(own) and checkpoint_every(overlay) == checkpoint_every(own):
-        model.pop(CHECKPOINT_EVERY)
-    return {**overlay, **({MODEL: model} if MODEL in overlay else {})}
+    both = bool(checkpoint_every(own)) and checkpoint_every(overlay) == checkpoint_every(own)
+    return merge(overlay, {MODEL: {CHECKPOINT_EVERY: None}} if both else {})
 
 
 def is_compiled(config: Mapping[str, Any]) -> bool:

@@ -149,7 +149,7 @@ class _RankProcess:
         return 0
 
     def _keep_files_apart(self) -> None:
-        """Redirect what the script writes where no overlay does it, and note what has to be removed afterwards."""
+        """Redirect the writes of the script where there is no overlay, and record new entries for the clean-up."""
         plan, world = self._plan, self._world
         if plan.leavings and not world.covers_shared_memory:
             note_shared_buffer(Path(plan.leavings), os.environ, rank=self._rank.rank)

@@ -17,7 +17,7 @@ from optuna_dsat.guided.joint_estimate import JointEstimate
 from optuna_dsat.launch.protocol import Conditions
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.confirm.confirmation import next_in_rounds, staying
-from optuna_dsat.study.confirm.finalists import choose_finalists, refuted, with_next_best
+from optuna_dsat.study.confirm.finalists import choose_finalists
 from optuna_dsat.study.confirm.rounds import RoundLaunch, Rounds, order_of_round
 from optuna_dsat.study.confirm.verdict import Verdict, VerdictKind, verdict_of
 from optuna_dsat.study.confirm.words import verdict_in_words
@@ -66,13 +66,6 @@ def searched(found: Mapping[int, tuple[float, float]]) -> JointEstimate:
         means=tuple(math.log(value) for value, _ in found.values()),
         covariance=tuple(tuple(sd**2 * (row == number) for row in found) for number, (_, sd) in found.items()),
     )
-
-
-def finalists(trials: Sequence[FrozenTrial], estimate: JointEstimate, **asked: Any) -> list[int]:
-    """Return the finalists of a method that ranks these trials by its estimate."""
-    means, noise = dict(zip(estimate.numbers, estimate.means, strict=True)), asked.pop("noise", None)
-    ranked = sorted(trials, key=lambda each: means[each.number], reverse=True)
-    return choose_finalists(trials, ranked, spec=spec(**asked), noise=noise, estimate=estimate)
 
 
 def judged(trials: Sequence[FrozenTrial], rounds: Rounds, *, tie: float = 0.01, maximize: bool = True) -> Verdict:
@@ -406,90 +399,6 @@ def test_rounds_take_longer_where_only_their_small_number_leaves_a_large_gain_op
     assert next_in_rounds(noisy, TRIALS, spec=spec(confirm_time_s=50.0), allowed_s=16.0) is None
     open_gain = rounds_of({OWN: [10.0, 9.0, 11.0], 1: [12.0, 8.9, 11.4]})
     assert next_in_rounds(open_gain, TRIALS, spec=spec(), allowed_s=16.0) is None
-
-
-def test_finalists_are_the_best_an_equal_of_a_smaller_batch_and_the_best_at_the_users_batch() -> None:
-    trials = [
-        trial(OWN, 73.0), trial(1, 147.0, micro_batch=112), trial(2, 146.9, micro_batch=110),
-        trial(3, 143.0, micro_batch=16), trial(4, 80.0, overlap_comm=True), trial(5, 146.8, micro_batch=111),
-    ]  # fmt: skip
-    ranked = attributes.best_trials(trials, maximize=True)
-    both = spec(batch="both")
-    assert choose_finalists(trials, ranked, spec=both, noise=None) == [1, 3, 2, 4, OWN]
-    assert choose_finalists(trials, ranked, spec=both, noise=0.001) == [1, 2, 5, 4, OWN], "3% is more than the noise"
-    assert choose_finalists(trials, ranked, spec=spec(batch="free"), noise=None) == [1, 3, 2, OWN], "one question"
-    assert choose_finalists(trials, ranked, spec=spec(confirm=1), noise=None) == [1, OWN]
-    assert choose_finalists(trials, ranked, spec=spec(confirm=0), noise=None) == []
-    assert choose_finalists(trials[:1], trials[:1], spec=spec(), noise=None) == [OWN]
-
-
-def test_what_the_search_is_sure_of_takes_no_place_among_the_finalists() -> None:
-    values = {OWN: 10.0, 1: 20.0, 2: 19.9, 3: 19.2, 4: 15.0}
-    batches = {OWN: 2, 1: 64, 2: 16, 3: 4, 4: 8}
-    trials = [trial(number, value, micro_batch=batches[number]) for number, value in values.items()]
-
-    def chosen(sd: float, *, min_gain: float = 0.001) -> list[int]:
-        estimate = searched({number: (value, sd) for number, value in values.items()})
-        return finalists(trials, estimate, options={"min_gain": min_gain})
-
-    assert chosen(0.001, min_gain=0.0) == [1, 2, OWN]
-    assert chosen(0.015, min_gain=0.0) == [1, 2, 3, OWN]
-    assert chosen(0.015) == [1, 2, OWN], "what is 4% behind is not worth three launches"
-    assert chosen(0.03) == [1, 3, 2, OWN], "that of the smallest batch may be as good"
-
-
-def test_finalists_that_rounds_would_not_tell_apart_take_no_launches() -> None:
-    """Three launches of each were made to tell configs apart that differ in a setting without effect."""
-    trials = [trial(OWN, 10.0), *(trial(number, 20.0, micro_batch=64) for number in (1, 2, 3))]
-    estimate = searched({OWN: (10.0, 0.01), 1: (20.0, 0.0), 2: (19.98, 0.0), 3: (19.97, 0.02)})
-    assert finalists(trials, estimate, noise=0.0) == [1, 3, OWN]
-    assert finalists(trials, estimate, noise=0.001) == [1, 3, OWN]
-    assert finalists(trials, estimate, noise=0.1) == [1, OWN]
-
-
-def test_the_best_measurement_is_a_finalist_only_if_noise_does_not_explain_it() -> None:
-    """A lucky launch took three rounds, though the posterior knew better."""
-    trials = [trial(OWN, 10.0), trial(1, 20.6, micro_batch=64), trial(2, 20.0, micro_batch=64)]
-    estimate = searched({OWN: (10.0, 0.01), 1: (18.5, 0.01), 2: (20.0, 0.01)})
-    assert finalists(trials, estimate, noise=0.04) == [2, OWN]
-    assert finalists(trials, estimate, noise=0.01) == [2, 1, OWN], "3 % is more than two launches differ by"
-
-
-def test_a_finalist_of_long_launches_has_to_gain_as_much() -> None:
-    """Three launches of four times the seconds were made of what had measured best by chance."""
-    trials = [trial(OWN, 10.0), *(trial(number, value, micro_batch=16) for number, value in ((1, 20.0), (2, 19.9)))]
-    estimate = searched({OWN: (10.0, 0.01), 1: (20.0, 0.0), 2: (19.9, 0.016)})
-
-    def chosen(latency_s: float) -> list[int]:
-        trials[2].set_user_attr(attributes.METRICS, {"latency": latency_s})
-        trials[1].set_user_attr(attributes.METRICS, {"latency": 1.0})
-        return finalists(trials, estimate, noise=0.01)
-
-    assert chosen(1.0) == [1, 2, OWN]
-    assert chosen(4.0) == [1, OWN]
-
-
-def test_where_no_finalist_is_any_good_the_next_best_is_heard_within_the_limits() -> None:
-    trials = [trial(OWN, 10.0), trial(1, 16.0), trial(2, 15.0), trial(3, 12.0), trial(4, 10.05), trial(5, 9.0)]
-    ranked = attributes.best_trials(trials, maximize=True)
-    false = rounds_of({OWN: [10.0, 10.01, 9.99], 1: [9.9, 9.95, 9.9]})
-
-    def chosen(rounds: Rounds, **changes: Any) -> tuple[int, ...]:
-        return with_next_best(rounds, trials, ranked, spec=spec(**changes)).chosen
-
-    assert refuted(false, trials, spec=spec()) == {1}
-    assert chosen(false, confirm=1) == (OWN, 2)
-    assert chosen(false, confirm=1, confirm_time_s=61.0) == (OWN, 2), "six launches of ten seconds"
-    assert chosen(false, confirm=1, confirm_time_s=60.0) == false.chosen
-    again = rounds_of({OWN: [10.0, 10.01, 9.99], 1: [9.9, 9.95, 9.9], 2: [9.9, 9.95, 9.9]})
-    assert chosen(again, confirm=1) == again.chosen, "twice as many finalists, no more"
-    assert chosen(again, confirm=2) == (OWN, 3)
-    last = rounds_of({OWN: [10.0, 10.01, 9.99], **{number: [9.9, 9.95, 9.9] for number in (1, 2, 3)}})
-    assert chosen(last, confirm=9) == last.chosen, "no other was faster in the search by more than a tie"
-    for good in ([16.0, 16.1, 15.9], [10.5, 9.9, 11.2]):  # one is better, one may be: it is not refuted
-        better = rounds_of({OWN: [10.0, 10.01, 9.99], 1: good})
-        assert chosen(better, confirm=1) == better.chosen
-        assert not refuted(better, trials, spec=spec())
 
 
 def test_what_rounds_refuted_is_no_finalist_again_and_says_why_it_left() -> None:

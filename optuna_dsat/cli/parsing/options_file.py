@@ -53,8 +53,8 @@ class OptionsFile:
 
     def default_map(self, root: TyperGroup, context: typer.Context) -> dict[str, Any]:
         """Return the checked values as a ``default_map``, nested as commands are; ``UsageError`` names file and key."""
-        own = {key: value for key, value in self.table.items() if key in root.commands and isinstance(value, dict)}
-        every = {key: value for key, value in self.table.items() if key not in own}
+        tables = {key: value for key, value in self.table.items() if key in root.commands and isinstance(value, dict)}
+        every = {key: value for key, value in self.table.items() if key not in tables}
         commands: dict[str, dict[str, Any]] = {
             name: dict(command.commands) if isinstance(command, TyperGroup) else {name: command}
             for name, command in root.commands.items()
@@ -67,7 +67,7 @@ class OptionsFile:
         taken: set[str] = set()
         refused: dict[str, UsageError] = {}
         for command_name, inner in commands.items():
-            mine = own.get(command_name, {})
+            mine = tables.get(command_name, {})
             for name in mine:
                 if not any(_find(command, name) for command in inner.values()):
                     raise self._unknown(name, inner.values(), where=command_name)

@@ -168,8 +168,8 @@ def order_of_round(numbers: Sequence[int], *, round_number: int, seed: int) -> l
 #
 # Metrics vary between launches by a factor, so all statistics use logarithms. Two configurations are compared by their
 # differences within rounds: a slowdown of a whole round cancels out. Rounds are the blocks of a randomized block design
-# (NIST/SEMATECH e-Handbook, 5.3.3.2), so that the launches of all configurations tell the noise. It is taken to be the
-# same for all: in the recorded landscapes it differs by 1.4 times between the fastest and the slowest quarter of
+# (NIST/SEMATECH e-Handbook, 5.3.3.2), so that the launches of all configurations determine the noise. It is assumed to
+# be equal: in the recorded landscapes it differs by 1.4 times between the fastest and the slowest quarter of
 # configurations, and 92 to 95 of 100 intervals with their noise contain the true ratio (tests/study/test_paired.py).
 
 PRECISION = 0.02
@@ -270,10 +270,12 @@ def _noise_of(values: Mapping[int, Mapping[int, float]]) -> Noise | None:
         [*(number == other for other in numbers), *(item == other for other in rounds)] for number, item, _ in rows
     ]
     columns, logs = np.array(design, dtype=float), np.array([log for *_, log in rows])
-    degrees = len(rows) - int(np.linalg.matrix_rank(columns)) if rows else 0
+    if not rows:
+        return None
+    effects, _, rank, _ = np.linalg.lstsq(columns, logs, rcond=None)
+    residuals, degrees = logs - columns @ effects, len(rows) - int(rank)
     if not degrees:
         return None
-    residuals = logs - columns @ np.linalg.lstsq(columns, logs, rcond=None)[0]
     return Noise(relative_sd=math.sqrt(float(residuals @ residuals) / degrees), launches=len(rows), degrees=degrees)
 
 
