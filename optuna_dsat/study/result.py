@@ -17,7 +17,7 @@ from optuna_dsat.errors import StorageUrlError
 from optuna_dsat.launch.isolation import describe_isolation, weakest_isolation
 from optuna_dsat.metrics import speed_up
 from optuna_dsat.runtime.files import write_text_atomic
-from optuna_dsat.runtime.overlay import checkpoint_every, is_compiled
+from optuna_dsat.runtime.overlay import checkpoint_every, is_compiled, without_model
 from optuna_dsat.script.settings_file import SettingsCopy
 from optuna_dsat.secrecy.references import names_in, resolved
 from optuna_dsat.secrecy.shapes import find_secrets, hidden_data
@@ -262,7 +262,7 @@ def result_of(
     config = answer["config"]
     batch, own_batch = complete[ds_config.TRAIN_BATCH], own_train_batch_size(spec, ranks=ranks)
     own = trainable_config(user_config(spec, data_parallel_size=ranks)[0], world_size=ranks)
-    own, changed = (study.as_in_file(each, complete) for each in (own, {**complete, **config}))
+    own, changed = (study.as_in_file(without_model(each), complete) for each in (own, {**complete, **config}))
     settings, rounds = best_settings(spec, config, folder), study.rounds
     same_batch = _same_batch(study, storage=storage)
     checked = rounds.checked(lossy_of(trial, spec))

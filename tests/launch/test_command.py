@@ -114,6 +114,12 @@ def test_trackers_stay_offline_in_trials_and_are_the_user_s_in_a_full_run() -> N
     assert "MLFLOW_TRACKING_URI" not in full
 
 
+def test_a_breakpoint_that_was_left_in_the_script_ends_no_trial() -> None:
+    assert environment({})["PYTHONBREAKPOINT"] == "0"
+    assert environment({"PYTHONBREAKPOINT": "ipdb.set_trace"})["PYTHONBREAKPOINT"] == "ipdb.set_trace"
+    assert "PYTHONBREAKPOINT" not in environment({}, purpose="full")
+
+
 def test_the_interpreter_s_folder_is_on_the_path_once() -> None:
     assert environment({"PATH": "/usr/bin"})["PATH"] == "/usr/bin:/venv/bin"
     assert environment({"PATH": "/venv/bin:/usr/bin"})["PATH"] == "/venv/bin:/usr/bin"

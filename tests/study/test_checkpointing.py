@@ -193,6 +193,7 @@ def test_a_script_that_checkpoints_itself_is_searched_without(bench: StudyBench)
     assert best.params[CHECKPOINT_EVERY] == result.checkpoint_every == 0
     assert best.user_attrs[attributes.OVERLAY][MODEL] == {CHECKPOINT_EVERY: 0}
     assert "gradient_checkpointing=False" in result.model_change
+    assert not any(change.key.startswith(MODEL) for change in result.changes)  # no key of a DeepSpeed config
     assert "optuna-dsat train s --storage" in result.command
     assert any("Your script checkpoints activations." in str(event) for event in bench.news)
     kept = bench.run(spec(bench, name="kept", max_trials=2, confirm=0, no_tune=(CHECKPOINT_EVERY,)), OwnCheckpointing())

@@ -134,6 +134,7 @@ def launch_environment(
     }
     if request.purpose != "full":
         environ.update(_tracker_settings(environ, directory))
+        environ.setdefault("PYTHONBREAKPOINT", "0")  # nobody is at a trial's debugger, which would end the script
     environ = {**_network(rendezvous), **environ, **resolved(request.env, base)}
     environ.update(values_for([request.command.args, request.ds_config, request.overlay], base))
     environ = device_environment(environ, kind=kind, python=request.command.interpreter)
