@@ -167,7 +167,7 @@ def test_a_search_reaches_a_larger_micro_batch_and_says_how_to_train_with_it(ben
     assert trial.params[CHECKPOINT_EVERY] == result.checkpoint_every > 0
     assert trial.params["train_micro_batch_size_per_gpu"] > 6  # the most that fit without
     assert MODEL not in result.config
-    assert f"{MODEL}.{CHECKPOINT_EVERY}" in {change.key for change in result.changes}
+    assert not any(change.key.startswith(MODEL) for change in result.changes)  # no key of a DeepSpeed config
     assert f"checkpoint_blocks(model, every={result.checkpoint_every})" in result.model_change
     assert "optuna-dsat train s --storage" in result.command
     assert trial.user_attrs[attributes.OVERLAY][MODEL] == {CHECKPOINT_EVERY: result.checkpoint_every}
@@ -193,7 +193,6 @@ def test_a_script_that_checkpoints_itself_is_searched_without(bench: StudyBench)
     assert best.params[CHECKPOINT_EVERY] == result.checkpoint_every == 0
     assert best.user_attrs[attributes.OVERLAY][MODEL] == {CHECKPOINT_EVERY: 0}
     assert "gradient_checkpointing=False" in result.model_change
-    assert not any(change.key.startswith(MODEL) for change in result.changes)  # no key of a DeepSpeed config
     assert "optuna-dsat train s --storage" in result.command
     assert any("Your script checkpoints activations." in str(event) for event in bench.news)
     kept = bench.run(spec(bench, name="kept", max_trials=2, confirm=0, no_tune=(CHECKPOINT_EVERY,)), OwnCheckpointing())
