@@ -19,7 +19,7 @@ class EndReason(StrEnum):
     BUDGET = "the budget of launches is spent"
     EARLY_STOPPING = "no new best for as many launches as --early-stopping allows"
     TIMEOUT = "the time of --timeout is over"
-    EXHAUSTED = "nothing that is left is expected to win"
+    EXHAUSTED = "no further launch is expected to gain enough"
     STOPPED = "a callback called study.stop()"
     INTERRUPTED = "interrupted"
 
@@ -33,7 +33,8 @@ def headroom_in_words(share: float, *, spent: bool) -> str:
     more = " A larger budget may find more: --max-trials, --timeout." if spent else ""
     if share >= 1:
         return f"The measurements do not bound the gain that may be left.{more}"
-    return f"With 90% probability nothing is more than {max(share, 0.001):.1%} faster than the fastest measured.{more}"
+    bound = f"{max(share, 0.001):.1%}" if share < 0.1 else f"{share:.0%}"
+    return f"With 90% probability nothing is more than {bound} faster than the fastest measured.{more}"
 
 
 def describe_structure_failures(trials: Sequence[FrozenTrial]) -> str:

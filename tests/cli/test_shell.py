@@ -127,7 +127,7 @@ def test_a_guided_search_that_ended_by_itself_goes_on_with_a_smaller_least_gain(
     guided = ("guided", *SEARCH[1:], *few, "--max-trials", "40", "--min-gain", "0.05", "--json", "--quiet")
     assert leave(*guided) == 0
     ended = json.loads(capsys.readouterr().out)
-    assert "expected to win" in ended["reason"]
+    assert "expected to gain enough" in ended["reason"]
     launches = sum(ended["launches"].values())
     more = ("--max-trials", str(launches + 2), "--json", "--quiet")
     assert leave("resume", "train-guided", *more) == 0
