@@ -41,10 +41,10 @@ def handling(numbers: Iterable[signal.Signals], handler: Callable[[int, FrameTyp
     try:
         if threading.current_thread() is threading.main_thread():
             for number in numbers:
-                if (own := signal.getsignal(number)) not in (signal.SIG_IGN, None):
-                    before[number] = own
+                if (previous := signal.getsignal(number)) not in (signal.SIG_IGN, None):
+                    before[number] = previous
                     signal.signal(number, handler)
         yield
     finally:
-        for number, own in before.items():
-            signal.signal(number, own)
+        for number, previous in before.items():
+            signal.signal(number, previous)

@@ -26,19 +26,19 @@ _LIBRARYS_OWN = frozenset({"zero_allow_untested_optimizer", "zero_force_ds_cpu_o
 
 
 def config_in_words(
-    config: Mapping[str, Any], *, own: Mapping[str, Any] | None = None, params_count: int | None = None
+    config: Mapping[str, Any], *, user: Mapping[str, Any] | None = None, params_count: int | None = None
 ) -> str:
     """Return stage, offloads and micro-batch of a config, such as ``ZeRO 2 + optimizer offload, micro-batch 8``.
 
     Args:
         config: The config.
-        own: The user's config, which names the knobs that differ: ``ZeRO 2, micro-batch 8; overlap_comm=true``.
+        user: The user's config, which names the knobs that differ: ``ZeRO 2, micro-batch 8; overlap_comm=true``.
         params_count: Parameters of the model, as for ``knob_differences``.
     """
     words = f"{Structure.of(config).words}, micro-batch {config.get(MICRO_BATCH, '?')}"
-    if own is None:
+    if user is None:
         return words
-    different = knob_differences(config, own, params_count=params_count)
+    different = knob_differences(config, user, params_count=params_count)
     return KNOBS_APART.join([words, *filter(None, [", ".join(starmap(knob_in_words, different.items()))])])
 
 
@@ -218,7 +218,7 @@ def _scaled(count: float, scales: Sequence[tuple[float, str]], *, digits: int) -
 
 
 def steps_in_words(
-    *, skipped: int, variation: float, metrics: Mapping[str, float], own: Mapping[str, float] | None = None
+    *, skipped: int, variation: float, metrics: Mapping[str, float], user_metrics: Mapping[str, float] | None = None
 ) -> str:
     """Return caveats on the steps of a launch; empty if every step counts and all are alike.
 
@@ -226,7 +226,7 @@ def steps_in_words(
         skipped: Steps that the loss scaler skipped.
         variation: By how much inputs vary in size: largest minus smallest per sample, relative to their mean.
         metrics: Metrics of the steps that count.
-        own: Metrics of the user's config, with which they are compared; None for no comparison.
+        user_metrics: Metrics of the user's config, with which they are compared; None for no comparison.
     """
     remarks = []
     if skipped:
@@ -234,20 +234,20 @@ def steps_in_words(
     if variation:
         speeds = [metric_in_words(name, metrics[name]) for name in PER_ELEMENT if name in metrics]
         remarks.append(": ".join([f"inputs vary in size by {variation:.0%} from step to step", *speeds[:1]]))
-    return "; ".join(filter(None, [*remarks, _sizes_in_words(metrics, own or {})]))
+    return "; ".join(filter(None, [*remarks, _sizes_in_words(metrics, user_metrics or {})]))
 
 
-def _sizes_in_words(metrics: Mapping[str, float], own: Mapping[str, float]) -> str:
+def _sizes_in_words(metrics: Mapping[str, float], user_metrics: Mapping[str, float]) -> str:
     """Return how samples differ in size from the user config's, with the ratio without that; else empty."""
     for name in PER_ELEMENT:
-        if all(each.get(name) and each.get("throughput") for each in (metrics, own)):
-            size, own_size = (each[name] / each["throughput"] for each in (metrics, own))
+        if all(each.get(name) and each.get("throughput") for each in (metrics, user_metrics)):
+            size, own_size = (each[name] / each["throughput"] for each in (metrics, user_metrics))
             if not 0.95 < size / own_size < 1.05:
                 unit = name.removesuffix("_per_s")
                 return (
                     f"a sample has {count_in_words(size, digits=3)} {unit} with its padding, and "
                     f"{count_in_words(own_size, digits=3)} with your config: by {unit}/s it is "
-                    f"{times_in_words(metrics[name] / own[name])}x as fast"
+                    f"{times_in_words(metrics[name] / user_metrics[name])}x as fast"
                 )
     return ""
 

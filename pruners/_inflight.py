@@ -22,11 +22,11 @@ def chosen_by_user(trial: FrozenTrial) -> bool:
 
 def lineage_of(trial: FrozenTrial, lineages: Mapping[str, Lineage], *, micro_batch: str) -> Lineage | None:
     """Return the lineage of a trial, without trials if it is the first; None if the trial has no micro-batch."""
-    own = next(iter(group([trial], micro_batch=micro_batch).values()), None)
-    if own is None:
+    running = next(iter(group([trial], micro_batch=micro_batch).values()), None)
+    if running is None:
         return None
-    empty = Lineage(key=own.key, params=own.params, trials=(), micro_batch=micro_batch)
-    return lineages.get(own.key, empty)
+    empty = Lineage(key=running.key, params=running.params, trials=(), micro_batch=micro_batch)
+    return lineages.get(running.key, empty)
 
 
 def step_noise(finished: Sequence[FrozenTrial]) -> float:

@@ -94,9 +94,9 @@ def report(
 def _read(name: str, storage: str) -> StudyView:
     from optuna_dsat.report.view import read_view
 
-    own, url = _parts(name, storage)
-    with opened(url, own) as (store, own):
-        return read_view(store, own)
+    study, url = _parts(name, storage)
+    with opened(url, study) as (store, study):
+        return read_view(store, study)
 
 
 def _parts(name: str, storage: str) -> tuple[str, str]:
@@ -166,10 +166,10 @@ def _against_own(explanation: Explanation) -> str:
     if explanation.is_own:
         return "It is your config: nothing was found that is surely better."
     metric, device = explanation.metric, explanation.device
-    own = speed_of(explanation.user_metrics, explanation.user_value, metric=metric, device=device).text
+    speed = speed_of(explanation.user_metrics, explanation.user_value, metric=metric, device=device).text
     if explanation.contradicted:
-        return f"Your config reaches {own}, a ratio of {times_in_words(ratio)}."
-    return f"Your config reaches {own}; the winner is {times_in_words(ratio)}x as fast."
+        return f"Your config reaches {speed}, a ratio of {times_in_words(ratio)}."
+    return f"Your config reaches {speed}; the winner is {times_in_words(ratio)}x as fast."
 
 
 def _print_factors(explanation: Explanation) -> None:

@@ -26,7 +26,7 @@ _IN_THE_STRUCTURE = frozenset({"stage", "device", "nvme_path", "buffer_size", "m
 
 
 def knob_differences(
-    config: Mapping[str, Any], own: Mapping[str, Any], *, params_count: int | None = None
+    config: Mapping[str, Any], user: Mapping[str, Any], *, params_count: int | None = None
 ) -> dict[str, Any]:
     """Return the knobs, except stage, offloads and micro-batch, whose effect differs from the user's settings.
 
@@ -34,7 +34,7 @@ def knob_differences(
     equivalent. Keys are dotted within the ZeRO section, whose knobs come first, names of other knobs, or
     ``gradient_accumulation_steps``.
     """
-    given, mine = effective(config), effective(own)
+    given, mine = effective(config), effective(user)
     stage = Structure.of(given).stage
     there = merge(mine, {ZERO: Structure.of(given).zero_section()})
     here, there_zero = (flatten(canonical_zero(item.get(ZERO) or {}, params_count)) for item in (given, there))
@@ -54,9 +54,9 @@ def knob_differences(
     return record
 
 
-def lossy_settings(config: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def lossy_settings(config: Mapping[str, Any], user: Mapping[str, Any]) -> dict[str, Any]:
     """Return the knobs that change numbers (``Knob.is_exact``) and differ from the user's settings, with values."""
-    here, there = (knob_settings(plain, zero=plain.get(ZERO) or {}) for plain in (effective(config), effective(own)))
+    here, there = (knob_settings(plain, zero=plain.get(ZERO) or {}) for plain in (effective(config), effective(user)))
     values = {knob.name: (present(knob, here), present(knob, there)) for knob in KNOBS if not knob.is_exact}
     return {name: value for name, (value, own_value) in values.items() if value != own_value}
 

@@ -235,8 +235,8 @@ class SearchSpace:
             elif tuned.role is not Role.KEPT and tuned.name != NVME:
                 zero[key] = self._written(tuned, values)
         if values.get(OFFLOAD_PARAM) == "nvme":
-            own = device_of(self.user_zero, OFFLOAD_PARAM) == "nvme"
-            zero |= {key: self.user_zero.get(key) for key in WITH_PARAMS_ON_NVME} if own else WITH_PARAMS_ON_NVME
+            on_nvme = device_of(self.user_zero, OFFLOAD_PARAM) == "nvme"
+            zero |= {key: self.user_zero.get(key) for key in WITH_PARAMS_ON_NVME} if on_nvme else WITH_PARAMS_ON_NVME
         if self.site.prescaled and values[ZERO_STAGE] >= 2:
             zero["reduce_scatter"] = False
         size = params[MICRO_BATCH]
@@ -256,25 +256,25 @@ class SearchSpace:
         if tuned.knob.kind == "modules":
             return {"classes": list(self.leaf_classes)} if value else None
         if tuned.knob.kind == "section":
-            own = self.user_zero.get(tuned.name)
-            return (own if isinstance(own, Mapping) else ZENFLOW_SECTION) if value else None
+            present = self.user_zero.get(tuned.name)
+            return (present if isinstance(present, Mapping) else ZENFLOW_SECTION) if value else None
         if tuned.knob.kind != "device":
             return value
         if value == "none":
             return None
         device = "nvme" if tuned.name == OFFLOAD_OPTIMIZER and values.get(NVME) else value
-        own = self.user_zero.get(tuned.name)
-        own = own if isinstance(own, Mapping) else {}
+        present = self.user_zero.get(tuned.name)
+        present = present if isinstance(present, Mapping) else {}
         section: dict[str, Any] = {
             "device": device,
-            "nvme_path": own.get("nvme_path") or self.nvme_path if device == "nvme" else None,
+            "nvme_path": present.get("nvme_path") or self.nvme_path if device == "nvme" else None,
         }
-        if "pin_memory" not in own and self.device == "cuda":
+        if "pin_memory" not in present and self.device == "cuda":
             section["pin_memory"] = True
         if tuned.name == OFFLOAD_PARAM and device == "nvme":
             section |= self.swap_settings
         if tuned.name == OFFLOAD_OPTIMIZER and values[ZERO_STAGE] < 3:
-            section |= {key: None for key in _STAGE3_OFFLOAD_KEYS if key in own}
+            section |= {key: None for key in _STAGE3_OFFLOAD_KEYS if key in present}
         return section
 
     def params_of(self, ds_config: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -352,8 +352,8 @@ class _Builder:
         return result
 
     def _offload_knob(self, knob: Knob) -> TunedKnob:
-        own = self._zero.get(knob.name)
-        own_path = own.get("nvme_path") if isinstance(own, Mapping) else None
+        section = self._zero.get(knob.name)
+        own_path = section.get("nvme_path") if isinstance(section, Mapping) else None
         present = device_of(self._zero, knob.name)
         if knob.name in self._no_tune:
             return TunedKnob(knob=knob, choices=(present,), role=Role.KEPT)

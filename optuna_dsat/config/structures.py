@@ -87,7 +87,7 @@ MAX_IN_CPU = 1_000_000_000
 _BUFFER_UNIT = 1_000_000
 
 
-def param_swap_settings(own: Mapping[str, Any], *, params: int, largest_layer: int, ranks: int) -> dict[str, int]:
+def param_swap_settings(zero: Mapping[str, Any], *, params: int, largest_layer: int, ranks: int) -> dict[str, int]:
     """Return settings for parameters on NVMe where DeepSpeed's defaults do not fit and the user gives none.
 
     A swap buffer contains the partition of a single parameter: DeepSpeed fails if it is larger than ``buffer_size``,
@@ -96,18 +96,18 @@ def param_swap_settings(own: Mapping[str, Any], *, params: int, largest_layer: i
     nothing is on NVMe alone unless a partition has more (``swap_tensor.partitioned_param_swapper`` of 0.19.8).
 
     Args:
-        own: The user's ``zero_optimization`` section.
+        zero: The user's ``zero_optimization`` section.
         params: Parameters of the model.
         largest_layer: Parameters of the largest module that has parameters itself.
         ranks: Data-parallel ranks.
     """
     units = -(-largest_layer // ranks // _BUFFER_UNIT)
     settings = {"buffer_size": units * _BUFFER_UNIT}
-    if (own.get(OFFLOAD_OPTIMIZER) or {}).get("fast_init"):
+    if (zero.get(OFFLOAD_OPTIMIZER) or {}).get("fast_init"):
         settings = {}
     if params <= ranks * MAX_IN_CPU:
         settings["max_in_cpu"] = 0
-    return {key: value for key, value in settings.items() if key not in (own.get(OFFLOAD_PARAM) or {})}
+    return {key: value for key, value in settings.items() if key not in (zero.get(OFFLOAD_PARAM) or {})}
 
 
 STRUCTURES = (

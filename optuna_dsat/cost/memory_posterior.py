@@ -132,9 +132,9 @@ def sum_by_knob(
     Equals ``(knob_similarity(queried_knobs, knobs) * same_structure) @ weights``, without building the matrix.
     """
     total = np.zeros(len(queried_structure))
-    for own, other in zip(knobs.T, queried_knobs.T, strict=True):
-        values = 1 + int(max(own.max(initial=0), other.max(initial=0)))
-        total += sum_by_structure(structure * values + own, weights, queried_structure * values + other)
+    for known, other in zip(knobs.T, queried_knobs.T, strict=True):
+        values = 1 + int(max(known.max(initial=0), other.max(initial=0)))
+        total += sum_by_structure(structure * values + known, weights, queried_structure * values + other)
     result: Numbers = total / max(1, knobs.shape[1])
     return result
 
@@ -272,12 +272,12 @@ class MemoryPosterior:
         if observed is None or not len(weights):
             return np.zeros(len(inputs.lineage)), np.zeros(len(inputs.lineage)), 0.0
         samples = self._slope * observed.samples
-        own = sum_by_structure(observed.structure, weights, inputs.structure)
-        constant = _SHARED_SD**2 * weights.sum() + _STRUCTURE_SD**2 * own
+        by_structure = sum_by_structure(observed.structure, weights, inputs.structure)
+        constant = _SHARED_SD**2 * weights.sum() + _STRUCTURE_SD**2 * by_structure
         for place, spread in enumerate(_RELATIVE_SDS):
             constant += spread**2 * sum_by_structure(observed.relatives[:, place], weights, inputs.relatives[:, place])
         constant *= self.error_factor
-        constant += self._doubt(inputs.structure) * own
+        constant += self._doubt(inputs.structure) * by_structure
         constant += _KNOBS_SD**2 * sum_by_knob(
             observed.structure, observed.knobs, weights, inputs.structure, inputs.knobs
         )
@@ -311,7 +311,7 @@ class MemoryPosterior:
         All in bytes. Free memory is the limit less the peak and the losses; a configuration fits if it is positive.
         """
         predicted = self._predicted(inputs)
-        own = (
+        prior = (
             self._variance(inputs)
             + self._limit_variance
             + (_NON_CONTIGUOUS_LOSS_SD * self._device * inputs.non_contiguous) ** 2
@@ -319,11 +319,11 @@ class MemoryPosterior:
         lost = _NON_CONTIGUOUS_LOSS * self._device * inputs.non_contiguous
         observed = self._inputs
         if observed is None or not len(self._weights):
-            return predicted, self.usable - predicted - lost, np.sqrt(own)
+            return predicted, self.usable - predicted - lost, np.sqrt(prior)
         shared = self._covariance(inputs, observed)
         cross = shared + self._loss_covariance(inputs, observed) * self._one_sided
         free = self.usable - predicted - lost - cross @ self._weights + max(0.0, self._ran - self._believed_limit())
-        variance = own - np.einsum("ij,jk,ik->i", cross, self._inverse, cross, optimize=True)
+        variance = prior - np.einsum("ij,jk,ik->i", cross, self._inverse, cross, optimize=True)
         return predicted + shared @ self._weights, free, np.sqrt(np.maximum(variance, 1.0))
 
     def _predicted(self, inputs: MemoryInputs) -> Numbers:

@@ -77,14 +77,14 @@ def _other_builds(torch_version: str) -> list[Finding]:
 def _interpreter(named: str | None) -> tuple[str, Finding]:
     """Return the interpreter of launches and its finding; ``UsageError`` if the named one does not exist."""
     named = None if named is None else named_python(named)
-    own = f"{sys.executable}: Python {platform.python_version()}"
+    running = f"{sys.executable}: Python {platform.python_version()}"
     try:
         python = script_python(named) or sys.executable
         text, status, versions = f"Launches run with {examined(python)}", Status.FINE, examined(python).all_versions
     except UsageError as error:
         python, text, status, versions = named or sys.executable, str(error), Status.FATAL, {}
     if python != sys.executable:
-        text = f"{text.removesuffix('.')}. optuna-dsat runs with {own}"
+        text = f"{text.removesuffix('.')}. optuna-dsat runs with {running}"
     data = {"python": python, "versions": versions, "tuner": sys.executable}
     return python, finding_of("software", "interpreter", text, status=status, data=data)
 

@@ -119,9 +119,9 @@ def _unsupported(torch: Mapping[str, Any]) -> list[str]:
     known = [(kind, int("".join(filter(str.isdigit, number)) or 0)) for kind, _, number in names]
     missing = []
     for major, minor in torch.get("capabilities", []):
-        own = 10 * major + minor
-        binary = any(kind == "sm" and number // 10 == major and number <= own for kind, number in known)
-        compiled = any(kind == "compute" and number <= own for kind, number in known)
+        capability = 10 * major + minor
+        binary = any(kind == "sm" and number // 10 == major and number <= capability for kind, number in known)
+        compiled = any(kind == "compute" and number <= capability for kind, number in known)
         if known and not binary and not compiled:
             missing.append(f"{major}.{minor}")
     return sorted(set(missing))

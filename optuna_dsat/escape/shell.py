@@ -32,9 +32,9 @@ def in_folder(folder: str) -> list[str]:
 
 def program(name: str, python: str | None = None) -> str:
     """Return the name of a program of a Python environment, by default this one; its path if ``PATH`` has another."""
-    own, result = Path(python or sys.executable).with_name(name), shutil.which(name)
-    is_found = result is not None and Path(result).parent.resolve() == own.parent.resolve()
-    return name if is_found or not own.exists() else str(own)
+    beside, result = Path(python or sys.executable).with_name(name), shutil.which(name)
+    is_found = result is not None and Path(result).parent.resolve() == beside.parent.resolve()
+    return name if is_found or not beside.exists() else str(beside)
 
 
 def shell_line(words: Iterable[str]) -> str:

@@ -170,10 +170,10 @@ class CandidateTable:
         """Return the means of values over the rows with equal structure and knob value, shape (rows, knobs)."""
         result = np.zeros(self.knobs.shape)
         for group in np.unique(self.structure):
-            own = np.flatnonzero(self.structure == group)
+            rows = np.flatnonzero(self.structure == group)
             for place in range(self.knobs.shape[1]):
-                index = self.knobs[own, place]
-                result[own, place] = (np.bincount(index, values[own]) / np.maximum(1, np.bincount(index)))[index]
+                index = self.knobs[rows, place]
+                result[rows, place] = (np.bincount(index, values[rows]) / np.maximum(1, np.bincount(index)))[index]
         return result
 
     def _buffers(self) -> Numbers:
@@ -188,9 +188,9 @@ class CandidateTable:
                 elements = np.array([float(params.get(name) or 0) for params in self.lineages])
                 possible[:, place] = np.minimum(elements, self._profile.params) * self._profile.param_bytes
         for group in np.unique(self.structure):
-            own = np.flatnonzero(self.structure == group)
-            result[own] -= result[own].min(axis=0)
-            possible[own] -= possible[own].min(axis=0)
+            members = np.flatnonzero(self.structure == group)
+            result[members] -= result[members].min(axis=0)
+            possible[members] -= possible[members].min(axis=0)
         return np.concatenate([result, np.maximum(0.0, possible - result)], axis=1)
 
     def row_index(self, params: Mapping[str, Any]) -> int | None:

@@ -273,12 +273,12 @@ class Posterior:
         result = np.ones((2, len(rows)))
         shares = np.array(_COARSE_SHARES)
         for group in np.unique(structure):
-            own = np.flatnonzero(structure == group)
-            some = own[:: max(1, len(own) // _SAMPLED_ROWS)]
+            members = np.flatnonzero(structure == group)
+            some = members[:: max(1, len(members) // _SAMPLED_ROWS)]
             sizes = np.outer(shares, edge[some])
             scores = self._coarse_scores(np.broadcast_to(rows[some], sizes.shape).ravel(), sizes.ravel())
             best = scores.reshape(sizes.shape).max(axis=1)
-            result[:, own] = shares[descending(best)[:2], None]
+            result[:, members] = shares[descending(best)[:2], None]
         return result
 
     def _coarse_scores(self, rows: Numbers, sizes: Numbers) -> Numbers:
@@ -300,11 +300,11 @@ class Posterior:
         """Return an upper confidence bound of the knobs' parts of the residual for rows, given their structures."""
         result = np.zeros(len(rows))
         for group in np.unique(structure):
-            own = np.flatnonzero(structure == group)
+            members = np.flatnonzero(structure == group)
             mean, variance = self.residuals.knob_moments(
-                int(group), self._table.knobs[rows[own]], self._knob_effects[rows[own]]
+                int(group), self._table.knobs[rows[members]], self._knob_effects[rows[members]]
             )
-            result[own] = mean + _BOUND_SIGMAS * np.sqrt(variance)
+            result[members] = mean + _BOUND_SIGMAS * np.sqrt(variance)
         return result
 
     def edges(self, rows: Numbers) -> Numbers:

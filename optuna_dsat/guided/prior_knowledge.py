@@ -89,12 +89,12 @@ class PriorKnowledge(Record):
 
     def prior(self, step_time: StepTimeModel) -> LogCoefficients:
         """Return the discounted prior for a new study; other coefficients keep the model's prior."""
-        own = step_time.prior_coefficients()
-        mean, covariance = own.mean.copy(), own.covariance.copy()
+        usual = step_time.prior_coefficients()
+        mean, covariance = usual.mean.copy(), usual.covariance.copy()
         known = [name for name in COEFFICIENTS if name in self.coefficients]
         here = np.array([COEFFICIENTS.index(name) for name in known])
         there = np.array([self.coefficients.index(name) for name in known])
-        spread = np.sqrt(np.diag(own.covariance))[here]
+        spread = np.sqrt(np.diag(usual.covariance))[here]
         wider = np.full(len(known), _SAME_MODEL_SD if self.same_model else _OTHER_MODEL_SD)
         if not self.same_model:
             models = np.array([name in _MODEL_COEFFICIENTS for name in known])

@@ -92,8 +92,8 @@ class Problem:
             else IntDistribution(low, high, log=True)
         )
         """The micro-batch's distribution."""
-        own = config.get("train_micro_batch_size_per_gpu")
-        self.user_micro_batch = own if isinstance(own, int) and own >= low else low
+        value = config.get("train_micro_batch_size_per_gpu")
+        self.user_micro_batch = value if isinstance(value, int) and value >= low else low
         """Micro-batch of the user's config; the smallest of the space if the config has none."""
         self._accumulation = np.array([space.accumulation(int(size)) for size in self.sizes], dtype=np.float64)
 

@@ -263,8 +263,8 @@ class ResidualGP:
         place = np.log2(micro_batch)
         result += np.interp(place, grid, factor * shared @ self.weights)
         for group in np.unique(points.structure):
-            own = factor * _STRUCTURE_SIZE_SD**2 * smooth @ np.where(points.structure == group, self.weights, 0.0)
-            result += np.where(structure == group, np.interp(place, grid, own), 0.0)
+            specific = factor * _STRUCTURE_SIZE_SD**2 * smooth @ np.where(points.structure == group, self.weights, 0.0)
+            result += np.where(structure == group, np.interp(place, grid, specific), 0.0)
         return result
 
     def _parts(self, a: Points, b: Points) -> dict[str, Numbers]:

@@ -78,14 +78,14 @@ class RunProbability:
         """
         observations, result = self._observations, np.ones(len(rows))
         buffers = self._table.buffers.sum(axis=1)
-        structure, own = self._table.structure[rows], self._table.structure[observations.row]
+        structure, observed = self._table.structure[rows], self._table.structure[observations.row]
         failed, unproven = observations.device_out_of_memory, sizes > self.largest_fit[rows]
-        for group in np.unique(own[failed]):
+        for group in np.unique(observed[failed]):
             here = np.flatnonzero((structure == group) & unproven)
             size, needed = sizes[here, None], buffers[rows[here], None]
             lost, ran = (
                 (observations.micro_batch[known], buffers[observations.row[known]])
-                for known in (failed & (own == group), observations.fits & (own == group))
+                for known in (failed & (observed == group), observations.fits & (observed == group))
             )
             samples = _SURE_SHARE * self._problem.profile.activation_bytes_per_sample * (size - lost[0])
             surely = _SURE_WEIGHT * ((lost[0] <= size) & (lost[1] <= needed + samples)).sum(axis=1)

@@ -45,10 +45,10 @@ def lacks_room(table: CandidateTable, measured: Numbers, edges: Numbers, rows: N
     """
     largest = np.zeros(len(rows))
     for group in np.unique(table.structure[measured]):
-        own = table.structure == group
-        kinds = table.kinds[np.argmax(own)]
+        members = table.structure == group
+        kinds = table.kinds[np.argmax(members)]
         simpler = (kinds <= table.kinds[rows]).all(axis=1) & (kinds < table.kinds[rows]).any(axis=1)
-        largest[simpler] = np.maximum(largest[simpler], edges[own].max())
+        largest[simpler] = np.maximum(largest[simpler], edges[members].max())
     result: Numbers = np.minimum(sizes, edges[rows]) <= _ROOM * largest
     return result
 

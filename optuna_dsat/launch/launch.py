@@ -333,8 +333,8 @@ class Launch:
             return 0.0  # takes precedence over all other records
         if dead - ends:
             return _FAILURE_GRACE_S
-        own = (Outcome.SCRIPT_ERROR, Outcome.INVALID_CONFIG, Outcome.HOST_OUT_OF_MEMORY)
-        return _EXPLAINED_GRACE_S if self.log.has_failed_with(*own) else _FAILURE_GRACE_S
+        explained = (Outcome.SCRIPT_ERROR, Outcome.INVALID_CONFIG, Outcome.HOST_OUT_OF_MEMORY)
+        return _EXPLAINED_GRACE_S if self.log.has_failed_with(*explained) else _FAILURE_GRACE_S
 
     def _kill_by(self, deadline: float) -> None:
         if self._kill_ranks_at is None or deadline < self._kill_ranks_at:

@@ -135,11 +135,11 @@ def _short_of_memory(row: PlannedRow) -> bool:
 
 def _offload_is_dear(plan: Plan) -> str | None:
     """Advise against an unnecessary offload."""
-    best, own = plan.recommended, Structure.of(ds_config.effective(plan.subject.config))
-    if best is None or not own.offloads or best.structure.offloads:
+    best, user = plan.recommended, Structure.of(ds_config.effective(plan.subject.config))
+    if best is None or not user.offloads or best.structure.offloads:
         return None
     return (
-        f"Your config is {own.words}, but {best.name} fits without offload, whose copies and arithmetic on the host "
+        f"Your config is {user.words}, but {best.name} fits without offload, whose copies and arithmetic on the host "
         "take time in every step."
     )
 

@@ -234,8 +234,8 @@ class _Model:
         self.layers = reader.size("num_hidden_layers", "n_layer", "num_layers", "n_layers")
         self.ffn = reader.size(family.ffn_width, default=family.ffn_factor * self.hidden or None)
         sizes = ("head_dim", "d_kv") if family.grouped or family.kind == "encoder-decoder" else ()
-        own = family.head_dim or reader.maybe(*sizes)
-        if self.hidden % self.heads and own is None and not reader.missing:
+        width = family.head_dim or reader.maybe(*sizes)
+        if self.hidden % self.heads and width is None and not reader.missing:
             raise UsageError(f"--model: hidden_size is {self.hidden}, no multiple of the {self.heads} attention heads.")
         default = family.head_dim or max(1, self.hidden // self.heads)
         self.head_dim = reader.size(*sizes, default=default)

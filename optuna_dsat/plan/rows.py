@@ -166,12 +166,12 @@ def _config(subject: Subject, structure: Structure, *, copy_ranks: int) -> dict[
     DeepSpeed's defaults replace ``"auto"``, which the script's library would set.
     """
     base = ds_config.effective(subject.config)
-    own = base.get("zero_optimization") or {}
+    section = base.get("zero_optimization") or {}
     swap = swap_settings(subject.profile, base, subject.hardware)
-    zero = {**_unset(own), **structure.zero_section(nvme_path=subject.nvme_path, swap_settings=swap)}
+    zero = {**_unset(section), **structure.zero_section(nvme_path=subject.nvme_path, swap_settings=swap)}
     for key in ("offload_optimizer", "offload_param"):
         if zero[key] is not None:
-            kept = own.get(key)
+            kept = section.get(key)
             zero[key] = {"pin_memory": True, **(kept if isinstance(kept, Mapping) else {}), **zero[key]}
     if subject.hardware.nodes > 1:
         zero[PARTITION_COPY] = copy_ranks if copy_ranks > 1 else None

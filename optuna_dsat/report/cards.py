@@ -93,8 +93,8 @@ def answers_of(view: StudyView) -> list[Answer]:
 
 def _answer(view: StudyView, best: Measured, heading: str, text: str, others: Sequence[Measured]) -> Answer:
     """Return an answer; if it is the user's config, with the bar of the first of the ``others``."""
-    own, batch, is_other = view.baseline, "", False
-    bars = [best, *others[:1]] if best.is_user_config else [best] if own is None else [own, best]
+    baseline, batch, is_other = view.baseline, "", False
+    bars = [best, *others[:1]] if best.is_user_config else [best] if baseline is None else [baseline, best]
     figure, caption = _speed(view, best), "your config" if best.is_user_config else "your config is not measured"
     if best.is_user_config and others:
         by_rounds = view.verdict is not None and view.verdict.is_by_rounds
@@ -102,9 +102,9 @@ def _answer(view: StudyView, best: Measured, heading: str, text: str, others: Se
     elif best.speed_up is not None and not best.is_user_config:
         figure, _, caption = ratio_in_words(best.speed_up, to="your config").partition(" ")
         caption += "" if best.speed_up.rounds else ", by the few steps of the search, not confirmed"
-    if own is not None and not best.is_user_config:
-        is_other = own.train_batch_size != best.train_batch_size
-        before, after = count_in_words(own.train_batch_size), count_in_words(best.train_batch_size)
+    if baseline is not None and not best.is_user_config:
+        is_other = baseline.train_batch_size != best.train_batch_size
+        before, after = count_in_words(baseline.train_batch_size), count_in_words(best.train_batch_size)
         change = f"{before} \u2192 {after}: not the same training" if is_other else f"{after}, as yours"
         batch = f"global batch {change}"
     return Answer(
@@ -153,20 +153,20 @@ def cards_of(view: StudyView, training: Training) -> Iterator[Card]:
     yield from _search(view)
 
 
-def _beside(view: StudyView, best: Measured, own: Measured | None) -> Iterator[Card]:
+def _beside(view: StudyView, best: Measured, baseline: Measured | None) -> Iterator[Card]:
     """Yield further figures of the result, compared with the user's own config."""
     rates = [("Tokens", "tokens_per_s")] if view.metric in LARGER_IS_BETTER else [
         ("Samples", "throughput"), ("Tokens", "tokens_per_s")
     ]  # fmt: skip
     for heading, name in rates:
-        value, yours = best.metrics.get(name), None if own is None else own.metrics.get(name)
+        value, yours = best.metrics.get(name), None if baseline is None else baseline.metrics.get(name)
         if value:
             remark = f"yours {metric_in_words(name, yours)}" if yours else ""
             yield Card(heading=heading, value=metric_in_words(name, value), remark=remark)
     if best.step_s and view.metric != "latency":
         remark = f"for {things_in_words(best.train_batch_size, 'sample')}"
-        if own is not None and own.step_s:
-            remark += f"; yours {step_time_in_words(own.step_s)} for {count_in_words(own.train_batch_size)}"
+        if baseline is not None and baseline.step_s:
+            remark += f"; yours {step_time_in_words(baseline.step_s)} for {count_in_words(baseline.train_batch_size)}"
         yield Card(heading="One step", value=step_time_in_words(best.step_s), remark=remark)
     if best.peak_bytes > 0:
         memory = 0 if view.profiled is None else view.profiled.profile.device_memory_bytes
@@ -175,7 +175,7 @@ def _beside(view: StudyView, best: Measured, own: Measured | None) -> Iterator[C
     flops, reached = best.metrics.get("FLOPS_per_gpu") or 0.0, view.utilisation(best)
     shown = metric_in_words("FLOPS_per_gpu", flops, device=view.spec.device)
     if reached is not None:
-        own_share = None if own is None else view.utilisation(own)
+        own_share = None if baseline is None else view.utilisation(baseline)
         remark = f"of the GPU's peak: {shown}" + ("" if own_share is None else f"; yours {own_share:.1%}")
         yield Card(heading="MFU", value=f"{reached:.1%}", remark=remark)
     elif flops:

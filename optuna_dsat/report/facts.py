@@ -265,7 +265,7 @@ class TrainingTime:
 def training_times(view: StudyView, training: Training) -> TrainingTime | None:
     """Return the time of a training on as many samples with both configs; None if these or the speed are unknown."""
     samples = training.dataset_size or epoch_samples(view.spec, view.profiled)
-    own, best = (None if item is None else item.samples_per_s for item in (view.baseline, view.best))
+    user, best = (None if item is None else item.samples_per_s for item in (view.baseline, view.best))
     if samples is None or not best:
         return None
     total = samples * training.epochs
@@ -273,7 +273,7 @@ def training_times(view: StudyView, training: Training) -> TrainingTime | None:
         samples=samples,
         epochs=training.epochs,
         slots=view.spec.slots_per_trial,
-        own_s=total / own if own else None,
+        own_s=total / user if user else None,
         best_s=total / best,
         price_per_gpu_hour=training.price_per_gpu_hour,
     )

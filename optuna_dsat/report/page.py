@@ -190,30 +190,30 @@ def _configs(view: StudyView) -> Iterator[Mapping[str, Any]]:
     result = view.result
     if result is None:
         return
-    own = None if view.baseline is None else hidden_data(view.ready_config(view.baseline.trial))
+    user = None if view.baseline is None else hidden_data(view.ready_config(view.baseline.trial))
     same = result.same_batch
     if same is not None and not same.is_user_config:
-        yield _config("same-batch-config", SAME_BATCH_CONFIG, "At your global batch", same, own)
+        yield _config("same-batch-config", SAME_BATCH_CONFIG, "At your global batch", same, user)
     heading = "" if same is None else "At another global batch" if not same.is_user_config else "The result"
-    yield _config("best-config", BEST_CONFIG, heading, result, own)
+    yield _config("best-config", BEST_CONFIG, heading, result, user)
 
 
-def _config(id: str, name: str, heading: str, of: StudyResult | SameBatch, own: Any) -> Mapping[str, Any]:
+def _config(id: str, name: str, heading: str, of: StudyResult | SameBatch, user: Any) -> Mapping[str, Any]:
     config = hidden_data(of.config)
     link = base64.b64encode(json.dumps(config, indent=2).encode()).decode()
     return {
         "id": id,
         "name": name,
         "heading": f"{heading}, trial {of.trial}" if heading else "",
-        "lines": list(diff_lines(config if own is None else own, config)),
+        "lines": list(diff_lines(config if user is None else user, config)),
         "link": f"data:application/json;base64,{link}",
         "command": hidden_command(of.command),
     }
 
 
-def diff_lines(own: Mapping[str, Any], best: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def diff_lines(user: Mapping[str, Any], best: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the lines of two configs as JSON, as (``del``, ``ins`` or an empty text, line)."""
-    before, after = (json.dumps(config, indent=2).splitlines() for config in (_ordered(own, best), best))
+    before, after = (json.dumps(config, indent=2).splitlines() for config in (_ordered(user, best), best))
     old, new = ([line.rstrip(",") for line in lines] for lines in (before, after))
     for tag, begin, end, first, last in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
         if tag != "equal":
@@ -261,7 +261,7 @@ def _contenders(view: StudyView) -> Iterator[Mapping[str, str]]:
     verdict = view.verdict
     if verdict is None or not verdict.is_by_rounds:
         return
-    undecided, scale = {one.number for one in verdict.undecided}, _measure(view).scale
+    undecided, scale = {measured.number for measured in verdict.undecided}, _measure(view).scale
     for item in (verdict.measured[contender.number] for contender in verdict.contenders):
         remarks = {
             "your config": item.is_user_config,

@@ -87,8 +87,8 @@ class StudyView(StoredStudy):
 
     def last_report(self, trial: FrozenTrial) -> LaunchReport | None:
         """Return the report of the trial's last launch, confirmations excluded, or None."""
-        own = [row.report for row in self.reports.get(trial.number, ()) if row.purpose == "trial"]
-        return own[-1] if own else None
+        reports = [row.report for row in self.reports.get(trial.number, ()) if row.purpose == "trial"]
+        return reports[-1] if reports else None
 
 
 def end_reason_of(study: Mapping[str, Any]) -> str | None:

@@ -192,7 +192,7 @@ def patch(
     original. With ``copies``, the function is also replaced where ``from module import name`` copied it. With
     ``is_method``, the replacement is a bound method, whose object is then an argument, too, as torch's schedulers need.
     """
-    own, original = vars(owner).get(name), getattr(owner, name)
+    defined, original = vars(owner).get(name), getattr(owner, name)
 
     def decorate(function: Callable[..., Any]) -> Callable[[], None]:
         @functools.wraps(original)
@@ -204,10 +204,10 @@ def patch(
         setattr(owner, name, MethodType(replacement, owner) if is_method else replacement)
 
         def undo() -> None:
-            if own is None:
+            if defined is None:
                 delattr(owner, name)
             else:
-                setattr(owner, name, own)
+                setattr(owner, name, defined)
 
         return undo
 

@@ -77,9 +77,9 @@ def checkpoint_every(config: Mapping[str, Any]) -> int:
     return int((config.get(MODEL) or {}).get(CHECKPOINT_EVERY) or 0)
 
 
-def with_script_s_checkpointing(overlay: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an overlay over the user's ``own`` config that leaves the script's checkpointing on where both have it."""
-    both = bool(checkpoint_every(own)) and checkpoint_every(overlay) == checkpoint_every(own)
+def with_script_s_checkpointing(overlay: Mapping[str, Any], user: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an overlay over the ``user``'s config that leaves the script's checkpointing on where both have it."""
+    both = bool(checkpoint_every(user)) and checkpoint_every(overlay) == checkpoint_every(user)
     return merge(overlay, {MODEL: {CHECKPOINT_EVERY: None}} if both else {})
 
 
@@ -132,11 +132,11 @@ class LaidConfig(dict[str, Any]):
 
     def scripts_own(self) -> dict[str, Any]:
         """Return the config with the script's values; later changes by the script or the library are kept."""
-        own = flatten(self)
+        result = flatten(self)
         for key, (before, after) in self._replaced.items():
-            if own.get(key) == after or after == "auto" != before:
-                own[key] = before
-        return nest({key: value for key, value in own.items() if value is not None})
+            if result.get(key) == after or after == "auto" != before:
+                result[key] = before
+        return nest({key: value for key, value in result.items() if value is not None})
 
 
 def scripts_own(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -157,9 +157,9 @@ def effective_config(
     config = without_model(merge(base, overlay))
     config.pop("autotuning", None)
     if all(key in config for key in _BATCH_KEYS) and any(key in overlay for key in _BATCH_KEYS):
-        own = next((key for key in _BATCH_KEYS if overlay.get(key) is None), None)
-        if own is not None:
-            del config[own]
+        open_key = next((key for key in _BATCH_KEYS if overlay.get(key) is None), None)
+        if open_key is not None:
+            del config[open_key]
     zero = config.get(ZERO)
     if isinstance(zero, dict):
         chosen = overlay.get(ZERO)
@@ -179,7 +179,7 @@ def effective_config(
     return config
 
 
-def without_impossible_zero(laid: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def without_impossible_zero(laid: Mapping[str, Any], user: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config for an engine without an optimizer, such as a reference model.
 
     ZeRO 1 and 2 partition the optimizer, and DeepSpeed rejects them without an optimizer; the script's
@@ -189,8 +189,8 @@ def without_impossible_zero(laid: Mapping[str, Any], own: Mapping[str, Any]) -> 
     zero = config.get(ZERO)
     if isinstance(zero, Mapping) and zero.get("stage") in (1, 2):
         config.pop(ZERO)
-        if ZERO in own:
-            config[ZERO] = _deep_copy(own[ZERO])
+        if ZERO in user:
+            config[ZERO] = _deep_copy(user[ZERO])
     return config
 
 

@@ -61,7 +61,7 @@ def config_differences(
     user: Mapping[str, Any],
     launch: Mapping[str, Any],
     world_size: int,
-    own: Collection[str] = (),
+    scripts: Collection[str] = (),
 ) -> dict[str, list[Any]]:
     """Return dotted key -> [the script's value, the file's value], with None for a missing key.
 
@@ -71,7 +71,7 @@ def config_differences(
     accumulation before the comparison. Accumulation steps that a script sets itself are reported, even as in the file.
 
     ``script`` is the config that the script passed, before the overlay; ``launch`` is the user's with the overlay.
-    Values of the keys in ``own`` are known to come from the script, also where the user's file contains ``"auto"``.
+    Values of the keys in ``scripts`` are known to come from the script, also where the user's file contains ``"auto"``.
     """
     flat_script, flat_user, flat_launch = (
         flatten(_normalized_batches(config, world_size)) for config in (script, user, launch)
@@ -82,7 +82,7 @@ def config_differences(
         if user and key.partition(".")[0] in _IGNORED_KEYS:
             continue
         launched = flat_launch.get(key)
-        is_own = key in own and key != GRADIENT_ACCUMULATION  # reported by a launch with other accumulation steps
+        is_own = key in scripts and key != GRADIENT_ACCUMULATION  # reported by a launch with other accumulation steps
         if user_value == _AUTO and value is not None and (is_own or key in _FILLED_IN):
             user_value = None  # the filled in value is the user's
             launched = None if launched == _AUTO else launched
@@ -159,9 +159,9 @@ class TrialConfig:
         if not self._plan.user_config_path:  # the script reads no file: only its command-line options follow the launch
             launch = {key: value for key, value in launch.items() if not isinstance(value, Mapping)}
         script = read_config(scripts_own(config) if isinstance(config, Mapping) else config)
-        own = config.noted if isinstance(config, LaidConfig) else ()
+        noted = config.noted if isinstance(config, LaidConfig) else ()
         result = config_differences(
-            script, user=self._user, launch=launch, world_size=ranks or self._world_size, own=own
+            script, user=self._user, launch=launch, world_size=ranks or self._world_size, scripts=noted
         )
         return {key: values for key, values in result.items() if hidden_data(values, key) == values}
 

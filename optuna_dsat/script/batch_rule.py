@@ -154,36 +154,38 @@ def _units(ranks: int, steps: int) -> dict[str, int]:
     return {PASS_BATCH: ranks, RANK_BATCH: steps, TRAIN_BATCH: ranks * steps, MICRO_BATCH: 1}
 
 
-def held(own: int, *, found: BatchSourcesFound | None = None, present: int | None = None, ranks: int = 1) -> BatchRule:
+def held(
+    fed: int, *, sources: BatchSourcesFound | None = None, present: int | None = None, ranks: int = 1
+) -> BatchRule:
     """Return the rule of a script with a fixed batch size, with the source line that feeds the engine.
 
-    ``own`` are the rows per rank and forward pass that the engine was fed, ``present`` is the micro-batch of the user's
+    ``fed`` are the rows per rank and forward pass that the engine was fed, ``present`` is the micro-batch of the user's
     config. The size is ``present`` if a number in the script confirms it, or if no number confirms the fed rows: the
-    engine is then fed in other units, such as views, pairs or a row of packed sequences. Otherwise it is ``own``.
+    engine is then fed in other units, such as views, pairs or a row of packed sequences. Otherwise it is ``fed``.
     """
-    if found is None:
-        return BatchRule(kind="held", own=own)
-    place: Mapping[str, Any] = next(iter(found.fed_at), {"file": "", "line": 0})
-    rule = BatchRule(kind="held", own=own, file=str(place["file"]), line=int(place["line"]))
-    if present in (None, 1, own):
+    if sources is None:
+        return BatchRule(kind="held", own=fed)
+    place: Mapping[str, Any] = next(iter(sources.fed_at), {"file": "", "line": 0})
+    rule = BatchRule(kind="held", own=fed, file=str(place["file"]), line=int(place["line"]))
+    if present in (None, 1, fed):
         return rule
-    is_confirmed = any(map(_names_it, _of_size(found, present, fed=own, ranks=ranks)))
+    is_confirmed = any(map(_names_it, _of_size(sources, present, fed=fed, ranks=ranks)))
     if not is_confirmed and (
-        (own % present and own > 1) or any(item.is_likely for item in _of_size(found, own, fed=own, ranks=ranks))
+        (fed % present and fed > 1) or any(item.is_likely for item in _of_size(sources, fed, fed=fed, ranks=ranks))
     ):
         return rule
-    return replace(rule, own=present, rows=Fraction(own, present).as_integer_ratio())
+    return replace(rule, own=present, rows=Fraction(fed, present).as_integer_ratio())
 
 
-def varying(own: int, *, sizes: Sequence[int]) -> BatchRule:
+def varying(fed: int, *, sizes: Sequence[int]) -> BatchRule:
     """Return the rule of a script whose batches vary in size, for example bucketed or packed by tokens."""
-    return BatchRule(kind="held", own=own, sizes=(min(sizes), max(sizes)))
+    return BatchRule(kind="held", own=fed, sizes=(min(sizes), max(sizes)))
 
 
 def guesses(
     sources: BatchSourcesFound,
     *,
-    own: int,
+    fed: int,
     ranks: int,
     steps: int = 1,
     present: int | None = None,
@@ -191,54 +193,54 @@ def guesses(
 ) -> list[BatchRule]:
     """Return candidate sources of the batch size, likeliest first: options, settings files, data loaders.
 
-    If the engine was fed more rows (``own``) than ``present``, the micro-batch of the user's config, numbers equal to
+    If the engine was fed more rows (``fed``) than ``present``, the micro-batch of the user's config, numbers equal to
     that micro-batch come first: each sample may be several rows (views, pairs, groups). ``configured`` is the
     micro-batch of the profile launch, if the rows may be a multiple of it. ``steps`` are the script's accumulation
     steps.
     """
     as_config = (
-        [] if present is None or present == own else _of_size(sources, present, fed=own, ranks=ranks, steps=steps)
+        [] if present is None or present == fed else _of_size(sources, present, fed=fed, ranks=ranks, steps=steps)
     )
     named = [rule for rule in as_config if _names_it(rule)]
     # A number that equals the rows is rather their number than a global batch of samples with several rows.
-    doubtful = [rule for rule in named if rule.own * _units(ranks, rule.steps)[rule.counts] == own != rule.own]
+    doubtful = [rule for rule in named if rule.own * _units(ranks, rule.steps)[rule.counts] == fed != rule.own]
     named = [rule for rule in named if rule not in doubtful]
     other = [
         rule
         for rule in as_config
         if not _names_it(rule) and rule.counts == MICRO_BATCH and not means_elsewhere(rule.name)
     ]
-    alike = _of_size(sources, own, fed=own, ranks=ranks, steps=steps)
+    alike = _of_size(sources, fed, fed=fed, ranks=ranks, steps=steps)
     smaller = [
         rule
-        for size in sorted(_batch_sizes(sources) - {present or own, own}, reverse=True)
-        if 1 < size < own and own % size == 0
-        for rule in _of_size(sources, size, fed=own, ranks=1)
+        for size in sorted(_batch_sizes(sources) - {present or fed, fed}, reverse=True)
+        if 1 < size < fed and fed % size == 0
+        for rule in _of_size(sources, size, fed=fed, ranks=1)
         if _names_it(rule)
     ]
     follows = []
-    if configured is not None and own % configured == 0:
-        follows = [BatchRule(kind="config", own=present or configured, rows=(own // configured, 1))]
+    if configured is not None and fed % configured == 0:
+        follows = [BatchRule(kind="config", own=present or configured, rows=(fed // configured, 1))]
     likely = [rule for rule in alike if rule.is_likely]
     unlikely = [rule for rule in alike if not rule.is_likely]
-    if own == present == configured:  # an option first: a script that follows the config may be given it as well
+    if fed == present == configured:  # an option first: a script that follows the config may be given it as well
         likely = [rule for rule in likely if rule.key != MICRO_BATCH]  # a DeepSpeed config that the script reads
         options = [rule for rule in likely if rule.kind == "option"]
         others = [rule for rule in likely if rule.kind != "option"]
         return [*options, *follows, *others, *unlikely][:_MOST_GUESSES] if likely else []
-    if present is not None and own < present:  # no number in the script was used whole
+    if present is not None and fed < present:  # no number in the script was used whole
         return [*likely, *follows, *unlikely][:_MOST_GUESSES]
     return [*[*named, *likely, *doubtful, *smaller, *other, *unlikely][: _MOST_GUESSES - len(follows)], *follows]
 
 
-def global_batch_option(found: BatchSourcesFound, own: BatchTriangle, *, micro_batch: int) -> str:
+def global_batch_option(sources: BatchSourcesFound, user: BatchTriangle, *, micro_batch: int) -> str:
     """Return the option that is the global batch of a script with another option for the micro-batch; empty for none.
 
     Such a script computes its accumulation steps from both: they are 0 if the micro-batch alone grows. ``micro_batch``
-    is the script's, which the config of ``own`` need not give.
+    is the script's, which the config of ``user`` need not give.
     """
-    global_batch = own.train_batch_size // own.micro_batch * micro_batch
-    alike = (name for name, value in found.options.items() if value == global_batch != micro_batch)
+    global_batch = user.train_batch_size // user.micro_batch * micro_batch
+    alike = (name for name, value in sources.options.items() if value == global_batch != micro_batch)
     return next(filter(names_training_batch, alike), "")
 
 
@@ -247,11 +249,11 @@ def _names_it(rule: BatchRule) -> bool:
     return rule.kind == "loader" or names_training_batch(rule.name)
 
 
-def _numbers(found: BatchSourcesFound) -> list[tuple[int, dict[str, Any]]]:
+def _numbers(sources: BatchSourcesFound) -> list[tuple[int, dict[str, Any]]]:
     """Return the numbers in options and settings files, with the fields of ``BatchRule`` that name them."""
-    options = [(value, {"kind": "option", "option": name}) for name, value in found.options.items()]
+    options = [(value, {"kind": "option", "option": name}) for name, value in sources.options.items()]
     settings = [
-        (item["value"], {"kind": "setting", "file": item["file"], "key": item["key"]}) for item in found.settings
+        (item["value"], {"kind": "setting", "file": item["file"], "key": item["key"]}) for item in sources.settings
     ]
     return [*options, *settings]
 
@@ -260,9 +262,9 @@ def _name(fields: Mapping[str, str]) -> str:
     return fields.get("option") or fields["key"]
 
 
-def _batch_sizes(found: BatchSourcesFound) -> set[int]:
-    named = {value for value, name in _numbers(found) if names_training_batch(_name(name))}
-    return named | {item["batch_size"] for item in found.loaders if item["trains"] and item["batch_size"] is not None}
+def _batch_sizes(sources: BatchSourcesFound) -> set[int]:
+    named = {value for value, name in _numbers(sources) if names_training_batch(_name(name))}
+    return named | {item["batch_size"] for item in sources.loaders if item["trains"] and item["batch_size"] is not None}
 
 
 def _of_size(sources: BatchSourcesFound, size: int, *, fed: int, ranks: int, steps: int = 1) -> list[BatchRule]:
@@ -287,19 +289,19 @@ def _of_size(sources: BatchSourcesFound, size: int, *, fed: int, ranks: int, ste
     return [*likely, *loaders[:1], *(rule for rule in named if not rule.is_likely)]
 
 
-def samples_per_rank(found: BatchSourcesFound, *, own: int | None = None) -> int | None:
-    """Return a rank's samples per epoch of the loader that feeds the engine (of batch size ``own``), or None."""
-    loader = _counted_loader(found, own=own)
+def samples_per_rank(sources: BatchSourcesFound, *, fed: int | None = None) -> int | None:
+    """Return a rank's samples per epoch of the loader that feeds the engine (of batch size ``fed``), or None."""
+    loader = _counted_loader(sources, fed=fed)
     return None if loader is None else int(loader["samples"])
 
 
 def loads_all(sources: BatchSourcesFound) -> bool:
     """Whether each rank's loader that feeds the engine loads all samples of its data set."""
-    loader = _counted_loader(sources, own=None)
+    loader = _counted_loader(sources, fed=None)
     return loader is not None and bool(loader.get("loads_all"))
 
 
-def _counted_loader(sources: BatchSourcesFound, *, own: int | None) -> Mapping[str, Any] | None:
+def _counted_loader(sources: BatchSourcesFound, *, fed: int | None) -> Mapping[str, Any] | None:
     counted = [loader for loader in sources.loaders if loader["trains"] and loader["samples"]]
-    alike = [loader for loader in counted if loader["batch_size"] == own] or counted
+    alike = [loader for loader in counted if loader["batch_size"] == fed] or counted
     return min(alike, key=lambda loader: int(loader["samples"]), default=None)

@@ -218,9 +218,9 @@ def module_command(python: str, module: str, *options: str) -> list[str]:
 
 def with_package(python_path: str | None) -> str:
     """Return a value of ``PYTHONPATH`` with which an interpreter imports this copy of ``optuna_dsat``."""
-    own = str(Path(__file__).resolve().parents[1] / "on_path")
+    package = str(Path(__file__).resolve().parents[1] / "on_path")
     entries = python_path.split(os.pathsep) if python_path else []
-    return os.pathsep.join([own, *(entry for entry in entries if entry != own)])
+    return os.pathsep.join([package, *(entry for entry in entries if entry != package)])
 
 
 def package_folders(top: str, python: str | None) -> tuple[Path, ...]:

@@ -172,7 +172,7 @@ def settings_copy(
     source: Mapping[str, Any],
     config: Mapping[str, Any],
     *,
-    own: Mapping[str, Any],
+    user: Mapping[str, Any],
     args: Sequence[str],
     cwd: str,
     folder: Path,
@@ -188,7 +188,7 @@ def settings_copy(
     settings that the script adds, such as scheduler steps.
 
     ``source`` is that of the script's batch size (``BatchRule.source``), ``config`` the best config with all batch
-    sizes, ``own`` the config that the script itself passes. ``sections`` is whether the config may be a section of the
+    sizes, ``user`` the config that the script itself passes. ``sections`` is whether the config may be a section of the
     file. ``best_config`` is the path that replaces ``user_config`` in the copy.
     """
     files = [file for arg in args if (file := Path(cwd) / arg.rpartition("=")[2]).suffix in _SETTINGS]
@@ -201,7 +201,7 @@ def settings_copy(
             continue
         changes: dict[_Key, Any] = {}
         if not source or file in sources:
-            changes = document.config_change(source.get("key"), config, own=own, sections=sections)
+            changes = document.config_change(source.get("key"), config, user=user, sections=sections)
         is_config = bool(changes)
         values = dict(_values(document.settings))
         if not is_config and user_config:
@@ -250,7 +250,7 @@ class _Document:
         return None if settings is None else cls(file=file, text=text, settings=settings)
 
     def config_change(
-        self, batch_key: str | None, config: Mapping[str, Any], *, own: Mapping[str, Any], sections: bool
+        self, batch_key: str | None, config: Mapping[str, Any], *, user: Mapping[str, Any], sections: bool
     ) -> dict[_Key, Any]:
         """Return key -> new content of the script's config in this file; empty unless there is exactly one.
 
@@ -258,10 +258,10 @@ class _Document:
         config's: a copy that differs only in the micro-batch would contradict the file's other batch sizes.
         """
         is_whole = self.file.suffix != ".json" and batch_key in (None, MICRO_BATCH, TRAIN_BATCH)
-        if is_whole and holds_config(self.settings) and _passes(self.settings, own=own):
+        if is_whole and holds_config(self.settings) and _passes(self.settings, user=user):
             configs: list[tuple[_Key, Mapping[str, Any]]] = [((), self.settings)]
         else:
-            configs = [item for item in _sections(self.settings) if sections and _passes(item[1], own=own)]
+            configs = [item for item in _sections(self.settings) if sections and _passes(item[1], user=user)]
         if len(configs) != 1:
             return {}
         [(key, record)] = configs
@@ -269,7 +269,7 @@ class _Document:
         parts = settings_told(record)
         beside = nest({key: value for key, value in flatten(record).items() if key not in parts})
         kept = {name: value for name, value in beside.items() if name not in (*BATCH_KEYS, "autotuning")}
-        return {key: merge(kept, _without_added(config, own=own, record=record))}
+        return {key: merge(kept, _without_added(config, user=user, record=record))}
 
     def changed(self, changes: Mapping[_Key, Any]) -> str | None:
         """Return the text with other values at some keys; None if not possible, or without changes."""
@@ -361,21 +361,21 @@ def _sections(settings: Any, key: _Key = ()) -> Iterator[tuple[_Key, Mapping[str
             yield from _sections(value, (*key, str(name)))
 
 
-def _passes(record: Mapping[str, Any], *, own: Mapping[str, Any]) -> bool:
+def _passes(record: Mapping[str, Any], *, user: Mapping[str, Any]) -> bool:
     """Whether a script passes the config in a file, apart from batch sizes and settings that the script adds."""
     in_file, passed = (
         settings_told({key: value for key, value in config.items() if key not in BATCH_KEYS})
-        for config in (record, own)
+        for config in (record, user)
     )
     return in_file.items() <= passed.items()
 
 
-def _without_added(config: Mapping[str, Any], *, own: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
+def _without_added(config: Mapping[str, Any], *, user: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
     """Drop from a config the settings that the script adds to its file and the search left unchanged."""
     kept = {}
     for key, value in config.items():
-        if isinstance(value, Mapping) and isinstance(own.get(key), Mapping) and isinstance(record.get(key), Mapping):
-            kept[key] = _without_added(value, own=own[key], record=record[key])
-        elif key in record or key in BATCH_KEYS or key not in own or value != own[key]:
+        if isinstance(value, Mapping) and isinstance(user.get(key), Mapping) and isinstance(record.get(key), Mapping):
+            kept[key] = _without_added(value, user=user[key], record=record[key])
+        elif key in record or key in BATCH_KEYS or key not in user or value != user[key]:
             kept[key] = value
     return kept

@@ -69,10 +69,10 @@ class ScriptTrainer(Record):
         trainer, _ = _NAMES[self.framework]
         parts = []
         for key, its_name in _FIELDS[self.framework].items():
-            own, name = self.script_value(key), self.options.get(key, its_name)
+            value, name = self.script_value(key), self.options.get(key, its_name)
             if key == ds_config.MICRO_BATCH and self.source:
                 name = f"{self.source['key']} in {Path(self.source['file']).name}"
-            parts.append(name + ("" if own is None else f" (now {own})"))
+            parts.append(name + ("" if value is None else f" (now {value})"))
         follow = "follow" if len(parts) > 1 else "follows"
         return f"The script trains with {trainer}: {' and '.join(parts)} {follow} each configuration."
 
@@ -107,9 +107,9 @@ class ScriptTrainer(Record):
         """
         refused = ds_config.GRADIENT_ACCUMULATION if self.framework == "lightning" else None
         result = {key: value for key, value in config.items() if key != refused}
-        own = all(config.get(key) == self.script_value(key) for key in _FIELDS[self.framework])
+        is_scripts = all(config.get(key) == self.script_value(key) for key in _FIELDS[self.framework])
         scheduler = config.get("scheduler") or {}
-        if self.framework == "transformers" and not own and isinstance(scheduler.get("params"), Mapping):
+        if self.framework == "transformers" and not is_scripts and isinstance(scheduler.get("params"), Mapping):
             computed = {key: ds_config.AUTO for key in SCHEDULE_LENGTH_KEYS if key in scheduler["params"]}
             result["scheduler"] = {**scheduler, "params": {**scheduler["params"], **computed}}
         return result
@@ -120,10 +120,10 @@ class ScriptTrainer(Record):
 
     def proof_steps(self) -> tuple[int, int | None]:
         """Return the accumulation steps of a launch that verifies ``options``, and the script's own value there."""
-        own = self.gradient_accumulation_steps
-        asked = 2 if own == 1 and ds_config.GRADIENT_ACCUMULATION in self.options else 1
+        steps = self.gradient_accumulation_steps
+        asked = 2 if steps == 1 and ds_config.GRADIENT_ACCUMULATION in self.options else 1
         follows = not {ds_config.GRADIENT_ACCUMULATION, ds_config.TRAIN_BATCH}.isdisjoint(self.options)
-        return asked, asked if follows else own
+        return asked, asked if follows else steps
 
 
 def trainer_guesses(trainer: ScriptTrainer, sources: BatchSourcesFound, *, ranks: int) -> list[ScriptTrainer]:
@@ -133,18 +133,18 @@ def trainer_guesses(trainer: ScriptTrainer, sources: BatchSourcesFound, *, ranks
     micro-batch, optionally combined with the accumulation steps or with the global batch from which the script computes
     them. Numbers in settings files that the script read come last, for the micro-batch only.
     """
-    own, steps = trainer.micro_batch, trainer.gradient_accumulation_steps
-    if trainer.framework != "transformers" or ds_config.MICRO_BATCH in trainer.options or own is None or steps is None:
+    rows, steps = trainer.micro_batch, trainer.gradient_accumulation_steps
+    if trainer.framework != "transformers" or ds_config.MICRO_BATCH in trainer.options or rows is None or steps is None:
         return []
-    rules = guesses(sources, own=own, ranks=1)
+    rules = guesses(sources, fed=rows, ranks=1)
     sizes = [rule.option for rule in rules if names_training_batch(rule.option)]
     settings = [rule for rule in rules if rule.kind == "setting" and names_training_batch(rule.key)]
-    total = own * steps * ranks
+    total = rows * steps * ranks
     companions = [
         *({ds_config.GRADIENT_ACCUMULATION: name} for name, value in sources.options.items()
           if value == steps and "accum" in name.lower()),
         *({ds_config.TRAIN_BATCH: name} for name, value in sources.options.items()
-          if value == total != own and names_training_batch(name)),
+          if value == total != rows and names_training_batch(name)),
     ]  # fmt: skip
     options = [{ds_config.MICRO_BATCH: size, **more} for size in sizes for more in (*companions[:1], {})]
     return [

@@ -207,10 +207,10 @@ def read_settings(path: str | Path, *, what: str) -> Any:
     return {} if record is None else record
 
 
-def _replaced(own: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``own`` updated by ``config``; a batch size in ``config`` drops all batch sizes of ``own``."""
+def _replaced(user: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``user`` updated by ``config``; a batch size in ``config`` drops all batch sizes of ``user``."""
     sizes = any(key in config for key in BATCH_KEYS)
-    kept = {key: value for key, value in own.items() if not (sizes and key in BATCH_KEYS)}
+    kept = {key: value for key, value in user.items() if not (sizes and key in BATCH_KEYS)}
     return {**kept, **config}
 
 

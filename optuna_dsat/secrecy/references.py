@@ -45,8 +45,8 @@ def value_of(name: str, environ: Mapping[str, str] | None = None) -> str | None:
     environ = os.environ if environ is None else environ
     if name in _given:
         return _given[name]
-    own = name.removeprefix(PREFIX)
-    return environ.get(name) or (environ.get(own) if "_" in own and is_secret_name(own) else None)
+    bare = name.removeprefix(PREFIX)
+    return environ.get(name) or (environ.get(bare) if "_" in bare and is_secret_name(bare) else None)
 
 
 def names_in(data: Any) -> list[str]:

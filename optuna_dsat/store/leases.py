@@ -203,12 +203,12 @@ class Heartbeat:
         for study_uuid, number in watched:
             numbers[study_uuid].append(number)
         now = server_time(session)
-        for study_uuid, own in numbers.items():
+        for study_uuid, trials in numbers.items():
             session.execute(
                 update(HeartbeatRow)
                 .where(
                     HeartbeatRow.study_uuid == study_uuid,
-                    HeartbeatRow.trial_number.in_(own),
+                    HeartbeatRow.trial_number.in_(trials),
                     *_belongs_to(self._worker),
                 )
                 .values(beat_at=now)

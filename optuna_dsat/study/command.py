@@ -46,7 +46,7 @@ def best_settings(spec: StudySpec, config: Mapping[str, Any], directory: Path) -
     return settings_copy(
         source,
         resolved(config),
-        own=resolved(spec.ds_config),
+        user=resolved(spec.ds_config),
         args=script.args,
         cwd=script.cwd,
         folder=directory,
@@ -116,12 +116,12 @@ def command_to_train(
     in ``SAME_BATCH_CONFIG``, None for ``BEST_CONFIG``, which alone has a copy of the script's settings file.
     """
     path = spec.study_dir / (BEST_CONFIG if same_batch is None else SAME_BATCH_CONFIG)
-    own, names_config = training_command(spec, config, path, profiled=profiled, host_threads=host_threads)
+    command, names_config = training_command(spec, config, path, profiled=profiled, host_threads=host_threads)
     copy = best_settings(spec, config, spec.study_dir)
     written = copy is not None and copy.sets_batch
     applies = names_config and (same_batch is None or copy is None) and not changes_model(config, spec.ds_config)
     if applies and (profiled is None or profiled.trains_by_command(spec, config, settings_written=written)):
-        return own
+        return command
     trial = [] if same_batch is None else ["--trial", str(same_batch)]
     return shell_join([program("optuna-dsat"), "train", spec.name, *trial, "--storage", storage])
 

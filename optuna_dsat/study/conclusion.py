@@ -115,15 +115,15 @@ class Conclusion:
         """
         if self._reason is EndReason.INTERRUPTED or not self._checks_numbers:
             return
-        own, slots = attributes.user_config_trial(trials), self._spec.slots_per_trial
-        batch = None if own is None else attributes.train_batch_size(own, slots=slots)
+        baseline, slots = attributes.user_config_trial(trials), self._spec.slots_per_trial
+        batch = None if baseline is None else attributes.train_batch_size(baseline, slots=slots)
         same = [trial for trial in candidates if attributes.train_batch_size(trial, slots=slots) == batch]
         losses: dict[str, Sequence[float]] = {}
         try:
             for ranked, most in ((candidates, max(1, self._spec.confirm)), (same, 1)):
                 left = most
                 for trial in ranked:
-                    if not left or (own is not None and trial.number == own.number):
+                    if not left or (baseline is not None and trial.number == baseline.number):
                         break
                     left -= self._trains_alike(trial, losses)
         except KeyboardInterrupt:

@@ -34,9 +34,9 @@ class Change:
     """The best config's value as JSON; empty if it is not set."""
 
 
-def config_changes(own: Mapping[str, Any], best: Mapping[str, Any]) -> tuple[Change, ...]:
+def config_changes(user: Mapping[str, Any], best: Mapping[str, Any]) -> tuple[Change, ...]:
     """Return every key whose value differs, sorted: changed, added and dropped keys."""
-    before, after = shown_settings(own), shown_settings(best)
+    before, after = shown_settings(user), shown_settings(best)
     return tuple(
         Change(key=key, own=before.get(key, ""), best=after.get(key, ""))
         for key in sorted(before.keys() | after.keys())
@@ -66,18 +66,18 @@ def shown_settings(config: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def changes_model(config: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
-    """Return whether a complete config changes the model that the script builds with the user's ``own``."""
-    return checkpoint_every(config) != checkpoint_every(own) or is_compiled(config)
+def changes_model(config: Mapping[str, Any], user: Mapping[str, Any]) -> bool:
+    """Return whether a complete config changes the model that the script builds with the ``user``'s."""
+    return checkpoint_every(config) != checkpoint_every(user) or is_compiled(config)
 
 
-def model_change_in_words(config: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+def model_change_in_words(config: Mapping[str, Any], user: Mapping[str, Any]) -> str:
     """Return where to write what no DeepSpeed config sets: activation checkpointing and compilation; empty for none.
 
-    ``config`` is complete, ``own`` the user's as the script means it.
+    ``config`` is complete, ``user`` the user's config as the script means it.
     """
     changes = []
-    every, before = checkpoint_every(config), checkpoint_every(own)
+    every, before = checkpoint_every(config), checkpoint_every(user)
     if before and not every:
         changes.append(
             "The activation checkpointing of your script is off, which no DeepSpeed config can do. optuna-dsat train "
@@ -143,7 +143,7 @@ def complete_config(trial: FrozenTrial, *, slots: int, space: SearchSpace) -> di
 
 
 def ready_config(
-    complete: Mapping[str, Any], *, own: Mapping[str, Any], trainer: ScriptTrainer | None
+    complete: Mapping[str, Any], *, user: Mapping[str, Any], trainer: ScriptTrainer | None
 ) -> dict[str, Any]:
     """Return a config as the script trains with it: as its trainer takes it, and with two of the three batch sizes.
 
@@ -151,7 +151,7 @@ def ready_config(
     rank where a model is built within ``zero.Init`` before the ranks are joined.
     """
     keys = (ds_config.TRAIN_BATCH, ds_config.GRADIENT_ACCUMULATION)
-    implied = next((key for key in keys if key not in own), None)
+    implied = next((key for key in keys if key not in user), None)
     config = without_model(complete if trainer is None else trainer.trainable(complete))
     return {key: value for key, value in config.items() if key != implied}
 
@@ -189,8 +189,8 @@ def scaled_steps(config: Mapping[str, Any], ratio: float, *, args: Sequence[str]
         for key, value in [*counted.items(), *_options_of_steps(args)]
         if type(value) in (int, float) and value > 0
     ]
-    own = f" A learning-rate schedule that the script counts in steps covers {ratio:.3g} times as many samples."
-    return f" These are counted in steps; for as many samples change {', '.join(changed)}." if changed else own
+    unnamed = f" A learning-rate schedule that the script counts in steps covers {ratio:.3g} times as many samples."
+    return f" These are counted in steps; for as many samples change {', '.join(changed)}." if changed else unnamed
 
 
 def _options_of_steps(args: Sequence[str]) -> Iterator[tuple[str, int]]:

@@ -261,8 +261,8 @@ def result_of(
     answer, complete = _answer(study, best, storage=storage), study.complete_config(trial)
     config = answer["config"]
     batch, own_batch = complete[ds_config.TRAIN_BATCH], own_train_batch_size(spec, ranks=ranks)
-    own = trainable_config(user_config(spec, data_parallel_size=ranks)[0], world_size=ranks)
-    own, changed = (study.as_in_file(without_model(each), complete) for each in (own, {**complete, **config}))
+    user = trainable_config(user_config(spec, data_parallel_size=ranks)[0], world_size=ranks)
+    user, changed = (study.as_in_file(without_model(each), complete) for each in (user, {**complete, **config}))
     settings, rounds = best_settings(spec, config, folder), study.rounds
     same_batch = _same_batch(study, storage=storage)
     checked = rounds.checked(lossy_of(trial, spec))
@@ -280,7 +280,7 @@ def result_of(
         high=best.interval.high,
         user_value=None if verdict.baseline is None else verdict.baseline.value,
         speed_up_confirmed=speed_up is not None and speed_up.rounds > 0,
-        changes=config_changes(hidden_data(own), hidden_data(changed)),
+        changes=config_changes(hidden_data(user), hidden_data(changed)),
         metrics=dict(best.metrics),
         config_path=str(folder / BEST_CONFIG),
         metrics_path=str(folder / BEST_METRICS),
@@ -303,7 +303,9 @@ def result_of(
         headroom=study.attributes.get(attributes.HEADROOM),
         measurement=" ".join(
             (
-                measurement_in_words(trial, metrics=best.metrics, own=getattr(verdict.baseline, "metrics", {})),
+                measurement_in_words(
+                    trial, metrics=best.metrics, user_metrics=getattr(verdict.baseline, "metrics", {})
+                ),
                 _running_engines_in_words(study.trials, Rounds.of(study.attributes)),
             )
         ).strip(),
@@ -398,10 +400,10 @@ def _bf16_in_words(study: StoredStudy, precision: str) -> str:
     return f"The fastest trial in bf16 measured {metric_in_words(study.metric, half, device=study.spec.device)}{words}."
 
 
-def measurement_in_words(trial: FrozenTrial, *, metrics: Mapping[str, float], own: Mapping[str, float]) -> str:
+def measurement_in_words(trial: FrozenTrial, *, metrics: Mapping[str, float], user_metrics: Mapping[str, float]) -> str:
     """Return a sentence on the steps of a trial's launch; empty if every step counts and all are alike."""
     facts = {**attributes.step_facts(trial), "metrics": metrics}
-    words = steps_in_words(**facts, own=own)
+    words = steps_in_words(**facts, user_metrics=user_metrics)
     if facts["variation"]:
         words += "; only configurations of one batch size were measured on the same data"
     return f"Steps: {words}." if words else ""

@@ -108,12 +108,12 @@ class Session:
             configured = replace(profiled, batch=None).followed_by(self.spec)
             stated = stated_batch(configured, ranks=profiled.data_parallel_size)
             self._context.say(profiled.batch.announcement(stated=None if stated is None else stated.micro_batch))
-        found = {
+        options = {
             "ZeRO stage": profiled.stage_option,
             "accumulation steps": profiled.accumulation_option,
             "global batch": profiled.global_batch_option,
         }
-        for what, option in ((what, option.rstrip("=")) for what, option in found.items() if option):
+        for what, option in ((what, option.rstrip("=")) for what, option in options.items() if option):
             self._context.say(f"The script takes its {what} from {option}; it follows each configuration.")
         known = self._context = replace(self._context, spec=profiled.followed_by(self.spec))
         later = {name: why for name, why in refused_knobs(self.spec, profiled).items() if name not in refused}

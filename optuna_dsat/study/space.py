@@ -39,12 +39,12 @@ def epoch_samples(spec: StudySpec, profiled: Profiled | None) -> int | None:
     return profiled.samples_per_rank * profiled.data_parallel_size
 
 
-def largest_global_batch(spec: StudySpec, profiled: Profiled | None, *, own: int) -> int | None:
-    """Return the upper bound of the global batch, in samples, by default at least the user's ``own``; None for none."""
+def largest_global_batch(spec: StudySpec, profiled: Profiled | None, *, user_batch: int) -> int | None:
+    """Return the upper bound of the global batch, in samples, by default at least the user's; None for none."""
     if spec.max_train_batch_size is not None:
         return spec.max_train_batch_size
     samples = dataset_size(spec, profiled)
-    return None if samples is None else max(own, samples // LARGEST_SHARE)
+    return None if samples is None else max(user_batch, samples // LARGEST_SHARE)
 
 
 _PAGE_LOCKED = 1.5
@@ -79,10 +79,10 @@ def is_memory_bound(spec: StudySpec, profiled: Profiled) -> bool:
     It does if the largest that a search may reach from the user's (``REACH``) is predicted not to fit at the lowest
     stage without offload. Higher stages, offload or activation checkpointing then buy larger ones.
     """
-    own, _ = user_config(spec, data_parallel_size=profiled.data_parallel_size)
-    config = ds_config.merge(own, {ds_config.ZERO: Structure(stage=min(spec.stages)).zero_section()})
+    user, _ = user_config(spec, data_parallel_size=profiled.data_parallel_size)
+    config = ds_config.merge(user, {ds_config.ZERO: Structure(stage=min(spec.stages)).zero_section()})
     largest = memory.largest_micro_batch(profiled.profile, config, hardware=hardware_of(spec, profiled))
-    return bool(largest < REACH * own[MICRO_BATCH])
+    return bool(largest < REACH * user[MICRO_BATCH])
 
 
 def searches_checkpointing(spec: StudySpec, profiled: Profiled | None) -> bool:
@@ -123,8 +123,8 @@ def routes_samples(spec: StudySpec, profiled: Profiled | None) -> bool:
             f"{LEAF_MODULE} is given, but no module of the model was seen to route samples among its parts; name its "
             "class in the config: zero_optimization.leaf_module.classes."
         )
-    own = ds_config.zero_section(spec.ds_config).get(LEAF_MODULE)
-    return bool(profiled.profile.leaf_classes) and not own and 3 in spec.stages
+    leaves = ds_config.zero_section(spec.ds_config).get(LEAF_MODULE)
+    return bool(profiled.profile.leaf_classes) and not leaves and 3 in spec.stages
 
 
 def _is_host_bound(spec: StudySpec, profiled: Profiled) -> bool:
@@ -194,9 +194,9 @@ def _max_samples_per_rank(spec: StudySpec, profiled: Profiled | None, ranks: int
     """Return the limit on samples per rank and step by ``--max-train-batch-size`` and autotuning; None for no limit."""
     if spec.train_batch_size is not None:
         return None
-    own = own_train_batch_size(spec, ranks=ranks)
+    user_batch = own_train_batch_size(spec, ranks=ranks)
     limits = {
-        "--max-train-batch-size": largest_global_batch(spec, profiled, own=own),
+        "--max-train-batch-size": largest_global_batch(spec, profiled, user_batch=user_batch),
         "autotuning.max_train_batch_size": ds_config.parse_autotuning(spec.ds_config).max_train_batch_size,
     }
     known = {name: limit for name, limit in limits.items() if limit is not None}
@@ -262,8 +262,8 @@ def _space(spec: StudySpec, profiled: Profiled | None, *, cap: int) -> SearchSpa
     ranks = spec.data_parallel_ranks if profiled is None else profiled.data_parallel_size
     config: Mapping[str, Any] = spec.ds_config
     if MICRO_BATCH in spec.kept_knobs:  # a config may give it by its global batch only
-        own, _ = user_config(spec, data_parallel_size=ranks)
-        config = {**config, MICRO_BATCH: own[MICRO_BATCH]}
+        user, _ = user_config(spec, data_parallel_size=ranks)
+        config = {**config, MICRO_BATCH: user[MICRO_BATCH]}
     request = SpaceRequest(
         ds_config=config,
         zero_stages=spec.stages,

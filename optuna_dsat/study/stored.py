@@ -213,7 +213,7 @@ class StoredStudy:
     def ready_config(self, trial: FrozenTrial) -> dict[str, Any]:
         """Return a trial's DeepSpeed config as the script trains with it."""
         complete = self.complete_config(trial)
-        return self.as_in_file(ready_config(complete, own=self.spec.ds_config, trainer=self.trainer), complete)
+        return self.as_in_file(ready_config(complete, user=self.spec.ds_config, trainer=self.trainer), complete)
 
     def as_in_file(self, config: dict[str, Any], complete: Mapping[str, Any]) -> dict[str, Any]:
         """Return a config, of a trial's ``complete`` one, with the file's values of keys set in the script's code."""

@@ -150,8 +150,8 @@ def launches_since_best(trials: Sequence[FrozenTrial], *, maximize: bool) -> int
     best = best_trials(trials, maximize=maximize)
     if not best or best[0].datetime_complete is None:
         return 0
-    found = (best[0].datetime_complete, best[0].number)
-    later = [t for t in trials if t.datetime_complete is not None and (t.datetime_complete, t.number) > found]
+    moment = (best[0].datetime_complete, best[0].number)
+    later = [t for t in trials if t.datetime_complete is not None and (t.datetime_complete, t.number) > moment]
     return launches_used([t for t in later if SAME_BATCH not in t.user_attrs])
 
 

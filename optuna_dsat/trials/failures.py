@@ -82,8 +82,8 @@ def structure_failures(trials: Iterable[FrozenTrial], *, micro_batch: str = MICR
         size = trial.params.get(micro_batch, config.get(MICRO_BATCH))
         if shown not in (Feasibility.FITS, Feasibility.BROKEN) or not isinstance(size, int):
             continue
-        own = Structure.of(config)
-        of_config = {ZERO_STAGE: own.stage, **{name: getattr(own, name) for name in _OFFLOADS}}
+        whole = Structure.of(config)
+        of_config = {ZERO_STAGE: whole.stage, **{name: getattr(whole, name) for name in _OFFLOADS}}
         components = _components(trial.params if ZERO_STAGE in trial.params else of_config)
         if shown is Feasibility.FITS:
             ran.add(components)
@@ -104,12 +104,12 @@ def structure_failures(trials: Iterable[FrozenTrial], *, micro_batch: str = MICR
 
 def _components(knobs: Mapping[str, Any]) -> frozenset[_Component]:
     """Return the components of a configuration's structure; a missing offload knob means no offload."""
-    own = structure(knobs)
-    if own.get(ZERO_STAGE) == AUTO:  # a library fills it in
-        own[ZERO_STAGE] = 0
-    least = (("least stage", stage) for stage in range(1, int(own.get(ZERO_STAGE, 0)) + 1))
-    below = [_BELOW_3] if int(own.get(ZERO_STAGE, 0)) < 3 else []
-    return frozenset({**dict.fromkeys(_OFFLOADS, _NONE), **own}.items()).union(least, below)
+    parts = structure(knobs)
+    if parts.get(ZERO_STAGE) == AUTO:  # a library fills it in
+        parts[ZERO_STAGE] = 0
+    least = (("least stage", stage) for stage in range(1, int(parts.get(ZERO_STAGE, 0)) + 1))
+    below = [_BELOW_3] if int(parts.get(ZERO_STAGE, 0)) < 3 else []
+    return frozenset({**dict.fromkeys(_OFFLOADS, _NONE), **parts}.items()).union(least, below)
 
 
 def _suspects(

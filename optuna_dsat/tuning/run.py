@@ -285,16 +285,16 @@ def search_each(
             return
 
 
-def best_of(found: Sequence[AtGpus]) -> tuple[StudyRun, StudyResult]:
+def best_of(rows: Sequence[AtGpus]) -> tuple[StudyRun, StudyResult]:
     """Return the search with the highest total samples/s (of the fewest GPUs), and its result with the others'.
 
     Raises:
         NothingRunnableError: If no search measured anything.
     """
-    results = {row.gpus: row.result for row in found if row.result is not None}
+    results = {row.gpus: row.result for row in rows if row.result is not None}
     if not results:
         raise NothingRunnableError("No configuration could be measured at any of these numbers of ranks.")
-    best = max(found, key=lambda row: (row.samples_per_s or 0.0, -row.gpus))
+    best = max(rows, key=lambda row: (row.samples_per_s or 0.0, -row.gpus))
     assert best.run is not None
     return best.run, replace(results[best.gpus], by_gpus=results)
 
@@ -334,5 +334,5 @@ def _user_config_in_words(spec: StudySpec) -> str:
     config = ds_config.effective(spec.ds_config)
     if all(config.get(key) in (None, ds_config.AUTO) for key in (ds_config.TRAIN_BATCH, ds_config.MICRO_BATCH)):
         return f"{Structure.of(config).words}, at the micro-batch that your script sets; the profile launch reads it"
-    own, _ = user_config(spec)
-    return config_in_words(own)
+    user, _ = user_config(spec)
+    return config_in_words(user)

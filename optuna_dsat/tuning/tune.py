@@ -31,10 +31,10 @@ class TuneResult(StudyResult):
     """Result of a study. Metrics are in samples/s, FLOP/s per GPU, or seconds, depending on their name."""
 
     @classmethod
-    def of(cls, found: StudyResult) -> TuneResult:
+    def of(cls, study_result: StudyResult) -> TuneResult:
         """Convert the result of a study to this class, including the results by number of GPUs."""
-        made = cls(**{field_.name: getattr(found, field_.name) for field_ in fields(found)})
-        return replace(made, by_gpus={count: cls.of(result) for count, result in found.by_gpus.items()})
+        made = cls(**{field_.name: getattr(study_result, field_.name) for field_ in fields(study_result)})
+        return replace(made, by_gpus={count: cls.of(result) for count, result in study_result.by_gpus.items()})
 
     def __repr__(self) -> str:
         """Return one line: study, configuration, metric, speed-up and the path of the config."""
@@ -176,10 +176,10 @@ def tune(given: Given) -> TuneResult:
     if len(studies) == 1:
         ended = _search(studies[0])
         assert ended.result is not None
-        found = ended.result
+        best = ended.result
     else:
-        ended, found = best_of(list(search_each(studies, _search, on_notice=notice)))
-    result = TuneResult.of(found)
+        ended, best = best_of(list(search_each(studies, _search, on_notice=notice)))
+    result = TuneResult.of(best)
     if options.run_full_experiment and (code := train_with_best(ended, result)):
         raise ScriptFailedError(f"Training with {result.config_path} ended with exit code {code}.")
     return result

@@ -33,7 +33,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def unfolded(folder: Path, *words: str, own: tuple[str, ...] = ()) -> list[str]:
-    return list(unfold_experiment(words, own=own, known=KNOWN, cwd=folder).arguments)
+    return list(unfold_experiment(words, options=own, known=KNOWN, cwd=folder).arguments)
 
 
 def test_the_form_is_told_from_a_script(places: Path) -> None:

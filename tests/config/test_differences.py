@@ -42,8 +42,8 @@ def test_two_configurations_of_one_structure_are_told_apart_and_accumulation_is_
     first = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 50000000}, "train_micro_batch_size_per_gpu": 32}
     other = {"zero_optimization": {"stage": 2, "overlap_comm": True}, "train_micro_batch_size_per_gpu": 32}
     assert config_in_words(first) == config_in_words(other) == "ZeRO 2, micro-batch 32"
-    assert config_in_words(first, own={}) == "ZeRO 2, micro-batch 32; reduce_bucket_size=5e7"
-    assert config_in_words(other, own={}) == "ZeRO 2, micro-batch 32; overlap_comm=true"
+    assert config_in_words(first, user={}) == "ZeRO 2, micro-batch 32; reduce_bucket_size=5e7"
+    assert config_in_words(other, user={}) == "ZeRO 2, micro-batch 32; overlap_comm=true"
 
 
 def config(micro_batch: int = 2, **zero: Any) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def first_guess(made: BatchSources, *, own: int) -> str:
-    return guesses(made.event(rank=0), own=own, ranks=1)[0].option
+    return guesses(made.event(rank=0), fed=own, ranks=1)[0].option
 
 
 @pytest.mark.parametrize(("given", "option"), [("--batch_size", "--batch_size"), ("--batch-size", "--batch-size")])
@@ -101,7 +101,7 @@ def test_what_fire_takes_by_its_place_cannot_follow(watch: Any) -> None:
         return batch_size
 
     assert fire.Fire(run, serialize=lambda _: None) == 6
-    assert not guesses(made.event(rank=0), own=6, ranks=1)
+    assert not guesses(made.event(rank=0), fed=6, ranks=1)
 
 
 def test_a_file_that_omegaconf_reads_is_a_settings_file(watch: Any, tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_file_that_omegaconf_reads_is_a_settings_file(watch: Any, tmp_path: Pa
     made = watch("yaml", arguments=[])
     config = omegaconf.OmegaConf.load(tmp_path / "run.yaml")
     omegaconf.OmegaConf.merge(config, {"epochs": 2})
-    (rule,) = guesses(made.event(rank=0), own=4, ranks=1)
+    (rule,) = guesses(made.event(rank=0), fed=4, ranks=1)
     assert (rule.kind, rule.key, rule.file) == ("setting", "train.batch_size", str(tmp_path / "run.yaml"))
 
 
@@ -120,7 +120,7 @@ def test_an_argument_that_overrides_a_settings_file_comes_before_it(watch: Any, 
     with (tmp_path / "run.yaml").open() as file:
         importlib.import_module("yaml").safe_load(file)
     assert made.event(rank=0).options == {"train.batch_size=": 6}
-    first, second = guesses(made.event(rank=0), own=6, ranks=1)
+    first, second = guesses(made.event(rank=0), fed=6, ranks=1)
     assert (first.option, second.key) == ("train.batch_size=", "train.batch_size")
 
 

@@ -131,7 +131,7 @@ def test_a_stage_that_a_file_leaves_open_is_what_the_script_fills_in(
     key = "zero_optimization.stage"
     assert config_differences(script, user=user, launch=launch, world_size=2).get(key) == found
     if given == launched == 3:
-        assert config_differences(script, user=user, launch=launch, world_size=2, own={key})[key] == [3, "auto"]
+        assert config_differences(script, user=user, launch=launch, world_size=2, scripts={key})[key] == [3, "auto"]
 
 
 def test_what_a_library_is_known_to_fill_in_by_itself_is_the_scripts_own_at_any_launch(tmp_path: Path) -> None:

@@ -22,21 +22,21 @@ def loader(batch_size: int = 4, *, trains: bool = True, samples: int | None = 10
 
 def test_an_option_of_that_value_and_name_comes_first() -> None:
     noted = found(options={"--epochs": 4, "--eval-batch-size": 4, "--batch-size": 4}, loaders=[loader()])
-    assert [rule.option or rule.kind for rule in guesses(noted, own=4, ranks=2)] == [
+    assert [rule.option or rule.kind for rule in guesses(noted, fed=4, ranks=2)] == [
         "--batch-size", "--eval-batch-size", "loader", "--epochs"
     ]  # fmt: skip
 
 
 def test_an_option_may_count_the_samples_of_all_ranks() -> None:
-    (rule,) = guesses(found(options={"--global-batch": 8}), own=4, ranks=2)
+    (rule,) = guesses(found(options={"--global-batch": 8}), fed=4, ranks=2)
     assert rule.arg_mappings == {TRAIN_BATCH: "--global-batch"}
-    assert guesses(found(options={"--batch": 8}), own=4, ranks=1) == []
+    assert guesses(found(options={"--batch": 8}), fed=4, ranks=1) == []
 
 
 @pytest.mark.parametrize(("value", "grown"), [(4, 16), (8, 32), (12, 48), (24, 96)])
 def test_an_option_may_count_any_samples_of_a_step(value: int, grown: int) -> None:
     """A script may divide it by its accumulation steps (3), its ranks (2) or both."""
-    (rule,) = guesses(found(options={"--batch": value}), own=4, ranks=2, steps=3)
+    (rule,) = guesses(found(options={"--batch": value}), fed=4, ranks=2, steps=3)
     config = {MICRO_BATCH: 16, GRADIENT_ACCUMULATION: 3}
     assert map_arguments((), rule.arg_mappings, config, world_size=2) == ("--batch", str(grown))
     setting = replace(rule, kind="setting", file="/a/run.yaml", key="batch")
@@ -47,9 +47,9 @@ def test_an_option_may_count_any_samples_of_a_step(value: int, grown: int) -> No
 
 
 def test_the_steps_are_held_if_the_script_may_divide_by_its_steps_or_its_ranks() -> None:
-    (rule,) = guesses(found(options={"--batch": 8}), own=4, ranks=2, steps=2)
+    (rule,) = guesses(found(options={"--batch": 8}), fed=4, ranks=2, steps=2)
     assert rule.holds_steps(accumulation_option="--accum", ranks=2)
-    assert guesses(found(options={"--epochs": 16}), own=4, ranks=2, steps=2) == []
+    assert guesses(found(options={"--epochs": 16}), fed=4, ranks=2, steps=2) == []
 
 
 def test_a_script_with_both_batch_sizes_is_given_both() -> None:
@@ -72,14 +72,14 @@ def test_a_micro_batch_is_no_global_batch_where_the_config_gives_none() -> None:
 
 
 def test_an_option_with_the_number_of_rows_is_the_micro_batch_rather_than_a_global_batch_of_pairs() -> None:
-    first, *_ = guesses(found(options={"--batch-size": 8}), own=8, ranks=2, present=4, configured=1)
+    first, *_ = guesses(found(options={"--batch-size": 8}), fed=8, ranks=2, present=4, configured=1)
     assert (first.own, first.counts, first.rows) == (8, MICRO_BATCH, (1, 1))
 
 
 def test_a_length_is_no_batch_size() -> None:
     for name in ("--bptt", "--seq-len", "--max_length", "model.block_size=", "--context"):
-        assert guesses(found(options={name: 4}), own=4, ranks=1) == []
-        assert guesses(found(settings=[{"file": "/a/run.yaml", "key": name, "value": 4}]), own=4, ranks=1) == []
+        assert guesses(found(options={name: 4}), fed=4, ranks=1) == []
+        assert guesses(found(settings=[{"file": "/a/run.yaml", "key": name, "value": 4}]), fed=4, ranks=1) == []
 
 
 def test_a_held_batch_is_not_compared_with_the_config() -> None:
@@ -89,13 +89,13 @@ def test_a_held_batch_is_not_compared_with_the_config() -> None:
 
 def test_names_that_mean_a_batch_size() -> None:
     for name in ("--bs", "-b", "--bz", "--mb", "--mbs", "--micro", "train.batch=", "--per_device_bsz"):
-        rules = guesses(found(options={name: 4}, loaders=[loader()]), own=4, ranks=1)
+        rules = guesses(found(options={name: 4}, loaders=[loader()]), fed=4, ranks=1)
         assert [rule.kind for rule in rules] == ["option", "loader"], name
 
 
 def test_a_setting_of_a_file_and_a_loader_are_told_to_the_ranks() -> None:
     noted = found(settings=[{"file": "/a/run.yaml", "key": "train.batch", "value": 8}], loaders=[loader()])
-    setting, of_loader = guesses(noted, own=4, ranks=2)
+    setting, of_loader = guesses(noted, fed=4, ranks=2)
     assert setting.source(ranks=2) == {
         "kind": "setting", "file": "/a/run.yaml", "key": "train.batch", "own": 4, "scale": 2
     }  # fmt: skip
@@ -120,8 +120,8 @@ def test_only_a_loader_that_feeds_the_engine_tells_how_much_data_there_is() -> N
     assert samples_per_rank(noted) == 70
     assert samples_per_rank(found()) is None
     noted = found(loaders=[loader(2, samples=10), loader(4, samples=70)])
-    assert samples_per_rank(noted, own=4) == 70
-    assert samples_per_rank(noted, own=3) == 10
+    assert samples_per_rank(noted, fed=4) == 70
+    assert samples_per_rank(noted, fed=3) == 10
 
 
 def test_an_override_of_hydras_is_replaced() -> None:
@@ -133,7 +133,7 @@ FED_AT = [{"file": "/a/train.py", "line": 30}, {"file": "/a/train.py", "line": 4
 
 
 def test_no_line_is_named_as_the_batch_size_without_a_proof() -> None:
-    rule = held(8, found=found(fed_at=FED_AT), ranks=2)
+    rule = held(8, sources=found(fed_at=FED_AT), ranks=2)
     assert "(8) was not found; the batches go to the model at train.py, line 30" in rule.announcement()
     assert rule.advice({MICRO_BATCH: 8}) == ""
     assert BatchRule.from_json({**rule.to_json(), "constant": True, "key": "BATCH"}).advice({MICRO_BATCH: 8}) == ""
@@ -143,26 +143,26 @@ VIEWS = {"--frames": 8, "--batch_size": 4, "--eval_batch_size": 4}
 
 
 def test_rows_of_the_users_micro_batch_are_guessed_before_numbers_that_equal_the_rows() -> None:
-    rules = guesses(found(options=VIEWS, loaders=[loader()]), own=8, ranks=2, present=4, configured=1)
+    rules = guesses(found(options=VIEWS, loaders=[loader()]), fed=8, ranks=2, present=4, configured=1)
     assert [(rule.option or rule.kind, rule.own, rule.rows) for rule in rules] == [
         ("--batch_size", 4, (2, 1)), ("loader", 4, (2, 1)), ("--frames", 8, (1, 1)), ("config", 4, (8, 1))
     ]  # fmt: skip
 
 
 def test_an_option_of_the_users_micro_batch_is_guessed_whatever_its_name() -> None:
-    rules = guesses(found(options={"--size": 4, "--total": 16, "--workers": 8}), own=8, ranks=2, present=4)
+    rules = guesses(found(options={"--size": 4, "--total": 16, "--workers": 8}), fed=8, ranks=2, present=4)
     assert [(rule.option, rule.own, rule.rows) for rule in rules] == [
         ("--size", 4, (2, 1)), ("--workers", 8, (1, 1)), ("--total", 8, (1, 1))
     ]  # fmt: skip
 
 
 def test_rows_that_are_a_multiple_of_a_number_of_another_size_than_the_configs_are_guessed() -> None:
-    rules = guesses(found(options={"--batch_size": 4}), own=12, ranks=1, present=1, configured=1)
+    rules = guesses(found(options={"--batch_size": 4}), fed=12, ranks=1, present=1, configured=1)
     assert [(rule.kind, rule.own, rule.rows) for rule in rules] == [("option", 4, (3, 1)), ("config", 1, (12, 1))]
 
 
 def test_a_script_that_reads_the_config_may_feed_several_rows_for_each_sample() -> None:
-    rules = guesses(found(options={"--batch_size": 4}), own=2, ranks=1, present=4, configured=1)
+    rules = guesses(found(options={"--batch_size": 4}), fed=2, ranks=1, present=4, configured=1)
     assert [(rule.kind, rule.own, rule.rows) for rule in rules] == [("config", 4, (2, 1))]
     assert rules[0].source(ranks=1) == {"rows": [2, 1]}
     assert "feeds the engine 2 rows for each sample" in rules[0].announcement()
@@ -178,12 +178,12 @@ def test_rows_per_sample_are_stored_and_reach_the_launch() -> None:
 
 
 def test_a_held_batch_keeps_the_number_of_the_script_that_is_no_count_of_rows() -> None:
-    rule = held(8, found=found(options={"--batch_size": 4}, fed_at=FED_AT), present=4, ranks=2)
+    rule = held(8, sources=found(options={"--batch_size": 4}, fed_at=FED_AT), present=4, ranks=2)
     assert (rule.own, rule.rows, rule.multiple) == (4, (2, 1), 1)
     assert "fed 8 rows at a batch size of 4, in no fixed proportion" in rule.announcement()
-    assert held(16, found=found(options={"--batch_size": 16}), present=4, ranks=1).own == 16
-    assert held(16, found=found(), present=4, ranks=1).own == 4
-    assert held(15, found=found(), present=4, ranks=1).own == 15
+    assert held(16, sources=found(options={"--batch_size": 16}), present=4, ranks=1).own == 16
+    assert held(16, sources=found(), present=4, ranks=1).own == 4
+    assert held(15, sources=found(), present=4, ranks=1).own == 15
 
 
 CONFIG = {"train_micro_batch_size_per_gpu": 6, "gradient_accumulation_steps": 2}

@@ -26,7 +26,7 @@ def copy_of(
     folder: Path, source: dict[str, Any], tuned: dict[str, Any], *args: str, own: dict[str, Any] | None = None,
     **options: Any,
 ) -> SettingsCopy | None:  # fmt: skip
-    return settings_copy(source, tuned, own=own or {}, args=args, cwd=str(folder), folder=folder / "out", **options)
+    return settings_copy(source, tuned, user=own or {}, args=args, cwd=str(folder), folder=folder / "out", **options)
 
 
 def copied(

@@ -398,7 +398,11 @@ def test_data_that_each_rank_loads_as_a_whole_count_once(
 ) -> None:
     profiled = Profiled.from_json(replace(profiled, samples_per_rank=4000, loads_all=loads_all).to_json())
     spec = spec_with(dataset_size=given)
-    sizes = dataset_size(spec, profiled), epoch_samples(spec, profiled), largest_global_batch(spec, profiled, own=8)
+    sizes = (
+        dataset_size(spec, profiled),
+        epoch_samples(spec, profiled),
+        largest_global_batch(spec, profiled, user_batch=8),
+    )
     assert sizes == expected
 
 

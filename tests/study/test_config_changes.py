@@ -88,13 +88,13 @@ COMPLETE = {"zero_optimization": {"stage": 3}, TRAIN: 12, MICRO: 3, ACCUMULATION
 def test_two_batch_sizes_are_written_unless_the_users_config_has_all_three(
     own: tuple[str, ...], left_out: set[str]
 ) -> None:
-    config = ready_config(COMPLETE, own=dict.fromkeys(own, 1), trainer=None)
+    config = ready_config(COMPLETE, user=dict.fromkeys(own, 1), trainer=None)
     assert config == {key: value for key, value in COMPLETE.items() if key not in left_out}
 
 
 def test_the_trainers_refusals_are_left_out_too() -> None:
     trainer = ScriptTrainer(framework="lightning", micro_batch=3, gradient_accumulation_steps=2, options={})
-    config = ready_config(COMPLETE, own={MICRO: 1}, trainer=trainer)
+    config = ready_config(COMPLETE, user={MICRO: 1}, trainer=trainer)
     assert config.keys() & {TRAIN, MICRO, ACCUMULATION} == {MICRO}
 
 

@@ -109,11 +109,11 @@ def test_a_ratio_is_told_without_the_difference_in_length() -> None:
     """Batches sorted by length: small batches contain the longest texts, larger batches shorter texts too."""
     own = {"throughput": 28.0, "tokens_per_s": 2900.0}
     best = {"throughput": 184.0, "tokens_per_s": 10_760.0}
-    assert steps_in_words(skipped=0, variation=0.0, metrics=best, own=own) == (
+    assert steps_in_words(skipped=0, variation=0.0, metrics=best, user_metrics=own) == (
         "a sample has 58.5 tokens with its padding, and 104 with your config: by tokens/s it is 3.71x as fast"
     )
     for alike in ({"throughput": 56.0, "tokens_per_s": 5900.0}, {}):
-        assert steps_in_words(skipped=0, variation=0.0, metrics=alike, own=own) == ""
+        assert steps_in_words(skipped=0, variation=0.0, metrics=alike, user_metrics=own) == ""
 
 
 def test_a_script_of_equal_steps_has_no_such_line(bench: StudyBench) -> None:

@@ -51,21 +51,21 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> Unfol
     assert isinstance(search, TyperCommand)
     rest = list(argv[start + 1 :])
     end, first = _first_positional(rest, search.params)
-    own, words = at_home(rest[:end]), rest[end:]
+    options, words = at_home(rest[:end]), rest[end:]
     if first == "--":
         words = words[1:]
     if first is None or not words or (first.startswith("-") and first != "--"):
         return Unfolded(arguments=argv)
     if name in SEARCHES and is_experiment(words, cwd=cwd):
         known = frozenset(name for param in search.params if isinstance(param, TyperOption) for name in param.opts)
-        experiment = unfold_experiment(words, own=own, known=known, cwd=cwd)
+        experiment = unfold_experiment(words, options=options, known=known, cwd=cwd)
         return replace(experiment, arguments=[*argv[: start + 1], *experiment.arguments])
 
     from optuna_dsat.script.command.launch_command import read_command
     from optuna_dsat.script.interpreter import named_python
 
-    names_module = "-m" in own or "--module" in own
-    named = value_given(own, "--python")
+    names_module = "-m" in options or "--module" in options
+    named = value_given(options, "--python")
     python = None if named is None else named_python(named)
     command = None if names_module else read_command(words, cwd=cwd, python=python, on_notice=notify)
     if command is None and not names_module:
@@ -74,29 +74,29 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> Unfol
             command = LaunchCommand(script=words[0], args=tuple(words[1:]))
     if command is None:
         _note_further(words, search.params)
-        return Unfolded(arguments=[*argv[: start + 1], *own, *_with_config(words, search.params)])
+        return Unfolded(arguments=[*argv[: start + 1], *options, *_with_config(words, search.params)])
     own_notes = [] if first == "--" else _options_behind(command, words, search, cwd=cwd)
     places, folder = [], None if command.folder is None else Path(command.folder)
     if folder is not None:
         notify(f"Launches run in {folder}, where the command goes.")
-        places = kept_places(cwd, folder, given=own)
+        places = kept_places(cwd, folder, given=options)
     if name not in SEARCHES:  # doctor, whose option for ranks is about GPUs and which has none for variables
         from optuna_dsat.launch.machine.devices import detect_devices
 
         ranks = ["--gpus-per-node", str(command.ranks)] if command.ranks and detect_devices().kind == "cuda" else []
         target = _target(replace(command, environment={}), named=named is not None, cwd=folder or cwd)
-        arguments = [*argv[: start + 1], *ranks, *own, *places, *target]
+        arguments = [*argv[: start + 1], *ranks, *options, *places, *target]
         return Unfolded(arguments=arguments, folder=folder, environment=command.environment)
-    parts = [*_in_file(name, value_given(argv[:start], "--options"), cwd=cwd), *own]
+    parts = [*_in_file(name, value_given(argv[:start], "--options"), cwd=cwd), *options]
     engine = value_given(parts, "--on") or "here"
     notes = (*command.notes, *_note_on_nodes(command, engine=engine), *own_notes)
     for note in notes:
         notify(note)
-    ranks, gpus = _ranks(command, own=own, told=parts, engine=engine, cwd=folder or cwd)
+    ranks, gpus = _ranks(command, options=options, given=parts, engine=engine, cwd=folder or cwd)
     target = _target(command, named=named is not None, cwd=folder or cwd)
-    if command.launcher and value_given(own, "--train-launcher") is None:
+    if command.launcher and value_given(options, "--train-launcher") is None:
         places += ["--train-launcher", command.launcher]
-    return Unfolded(arguments=[*argv[: start + 1], *own, *places, *ranks, *target], folder=folder, gpus=gpus)
+    return Unfolded(arguments=[*argv[: start + 1], *options, *places, *ranks, *target], folder=folder, gpus=gpus)
 
 
 def _refuse_missing(words: Sequence[str], *, cwd: Path) -> None:
@@ -175,9 +175,9 @@ def _with_config(words: Sequence[str], params: Sequence[object]) -> list[str]:
 def _note_further(words: Sequence[str], params: Sequence[object]) -> None:
     """Report arguments behind script and config that are passed to the script without ``--``: perhaps mistyped."""
     given, rest = list[str](), [*words[: words.index("--")]] if "--" in words else [*words]
-    while (found := _first_positional(rest, params))[1] is not None:
-        given.append(found[1])
-        rest = rest[found[0] + 1 :]
+    while (positional := _first_positional(rest, params))[1] is not None:
+        given.append(positional[1])
+        rest = rest[positional[0] + 1 :]
     if given[2:] and not any(word.startswith("-") for word in given):  # an unknown option is refused anyway
         notify(f"Passed to {given[0]}: {shlex.join(given[2:])}. Write -- before arguments of the script.")
 
@@ -218,18 +218,18 @@ def _target(command: LaunchCommand, *, named: bool, cwd: Path) -> list[str]:
 
 
 def _ranks(
-    command: LaunchCommand, *, own: Sequence[str], told: Sequence[str], engine: str, cwd: Path
+    command: LaunchCommand, *, options: Sequence[str], given: Sequence[str], engine: str, cwd: Path
 ) -> tuple[list[str], str | None]:
     """Return the options for the ranks of a command, and the GPUs that it selects on this machine, if any.
 
-    ``told`` contains the options of the options file, followed by the search's own.
+    ``given`` contains the options of the options file, followed by the search's own.
     """
     from optuna_dsat.launch.machine.devices import detect_devices
     from optuna_dsat.script.command.source import starts_own_ranks
 
     if engine != "here":
-        return _nodes(command, own=own, told=told, engine=engine), None
-    if any(word.partition("=")[0] in _DEVICE_OPTIONS for word in own):
+        return _nodes(command, options=options, given=given, engine=engine), None
+    if any(word.partition("=")[0] in _DEVICE_OPTIONS for word in options):
         return [], None
     own_ranks = command.without_launcher and starts_own_ranks(
         command.script, is_module=command.is_module, cwd=cwd, python=command.python
@@ -247,23 +247,23 @@ def _ranks(
     return ([] if command.ranks is None else ["--gpus-per-trial", str(command.ranks)]), gpus
 
 
-def _nodes(found: LaunchCommand, *, own: Sequence[str], told: Sequence[str], engine: str) -> list[str]:
+def _nodes(command: LaunchCommand, *, options: Sequence[str], given: Sequence[str], engine: str) -> list[str]:
     """Return the options for the nodes that a launcher uses, and for the ranks on each node."""
     wanted = {
-        "--nodes-per-trial": found.nodes if found.nodes > 1 else None,
-        "--gpus-per-node": None if value_given(told, "--cpu-ranks") else found.ranks,
+        "--nodes-per-trial": command.nodes if command.nodes > 1 else None,
+        "--gpus-per-node": None if value_given(given, "--cpu-ranks") else command.ranks,
     }
     result = [
         word
         for option, value in wanted.items()
-        if value is not None and value_given(own, option) is None
+        if value is not None and value_given(options, option) is None
         for word in (option, str(value))
     ]
-    names = [name for name in found.hosts if not name.replace(".", "").isdigit() and "@" not in name]
-    if engine == "slurm" and names and names == list(found.hosts):
+    names = [name for name in command.hosts if not name.replace(".", "").isdigit() and "@" not in name]
+    if engine == "slurm" and names and names == list(command.hosts):
         result.append(f"--slurm-arg=--nodelist={','.join(names)}")
-    if engine == "ray" and value_given(own, "--ray-node") is None:
-        result += [word for host in found.hosts for word in ("--ray-node", host.rpartition("@")[2])]
+    if engine == "ray" and value_given(options, "--ray-node") is None:
+        result += [word for host in command.hosts for word in ("--ray-node", host.rpartition("@")[2])]
     return result
 
 
@@ -332,11 +332,11 @@ def is_experiment(words: Sequence[str], *, cwd: Path) -> bool:
     return (cwd / words[0]).is_file() and (cwd / words[1]).is_dir()
 
 
-def unfold_experiment(words: Sequence[str], *, own: Sequence[str], known: frozenset[str], cwd: Path) -> Unfolded:
+def unfold_experiment(words: Sequence[str], *, options: Sequence[str], known: frozenset[str], cwd: Path) -> Unfolded:
     """Convert an experiment configuration to the arguments of a search; given options override its settings.
 
     The search runs in the model directory; unsupported keys are reported on stderr. ``words`` are configuration,
-    directory, further options and, after ``--``, arguments; ``own`` the options before them.
+    directory, further options and, after ``--``, arguments; ``options`` the options before them.
 
     Raises:
         UsageError: If the configuration cannot be used.
@@ -345,7 +345,7 @@ def unfold_experiment(words: Sequence[str], *, own: Sequence[str], known: frozen
     further, rest = list(words[2:]), []
     if "--" in further:
         further, rest = further[: further.index("--")], further[further.index("--") + 1 :]
-    given = [*own, *further]
+    given = [*options, *further]
     experiment = read_experiment(file)
     arguments = [*_settings(experiment, given=given, known=known), *given, *kept_places(cwd, folder, given=given)]
     named = os.path.relpath(file, folder)

@@ -92,8 +92,8 @@ class OptionsFile:
 
     def value_of(self, command: str, name: str) -> Any:
         """Return the unchecked value of a command's option; None if it is not set."""
-        own = self.table.get(command)
-        for table in (own if isinstance(own, dict) else {}, self.table):
+        section = self.table.get(command)
+        for table in (section if isinstance(section, dict) else {}, self.table):
             for key in (name, name.replace("-", "_")):
                 if key in table:
                     return table[key]

@@ -120,9 +120,9 @@ class BatchPlan:
         """Return the number of training batches per epoch and rank; equal on all ranks."""
         if self._loader.yields_batches:
             return len(self._loader.order) // self._shard.size  # type: ignore[arg-type]
-        own, size = self._samples() // self._shard.size, self._loader.batch_size
+        samples, size = self._samples() // self._shard.size, self._loader.batch_size
         drops_last = self._loader.drop_last or self._shard.whole_batches
-        return own // size if drops_last else -(-own // size)
+        return samples // size if drops_last else -(-samples // size)
 
     def check_training(self) -> None:
         """Raise ``TooFewSamplesError`` if there are too few samples for one batch per rank."""
@@ -141,9 +141,9 @@ class BatchPlan:
         order = self._order(epoch)
         if self._loader.yields_batches:
             return [list(batch) for batch in order[self._shard.rank :: self._shard.size]][: len(self)]
-        own = order[self._shard.rank :: self._shard.size][: len(order) // self._shard.size]
+        indices = order[self._shard.rank :: self._shard.size][: len(order) // self._shard.size]
         size = self._loader.batch_size
-        return [own[start : start + size] for start in range(0, len(own), size)][: len(self)]
+        return [indices[start : start + size] for start in range(0, len(indices), size)][: len(self)]
 
     def validation(self) -> list[list[int]]:
         """Return the batches (lists of indices) of a validation; their number is equal on all ranks.
@@ -157,18 +157,18 @@ class BatchPlan:
         """
         rank, ranks, size = self._shard.rank, self._shard.size, self._loader.batch_size
         order = self._order(0)
-        own, least = order[rank::ranks], len(order) // ranks
+        items, least = order[rank::ranks], len(order) // ranks
         if self._loader.yields_batches:
-            batches = [list(batch) for batch in own[:least]]
+            batches = [list(batch) for batch in items[:least]]
         elif self._shard.whole_batches:
-            batches = [own[start : start + size] for start in range(0, least - size + 1, size)]
+            batches = [items[start : start + size] for start in range(0, least - size + 1, size)]
         else:
             count = -(-len(order) // (ranks * size))  # number of batches on the rank with the most samples
             if count > least:
-                count, own = least, own[:least]
+                count, items = least, items[:least]
             # Lengths that differ by at most 1
-            ends = [len(own) * number // count for number in range(count + 1)] if count else []
-            batches = [own[start:end] for start, end in zip(ends, ends[1:])]
+            ends = [len(items) * number // count for number in range(count + 1)] if count else []
+            batches = [items[start:end] for start, end in zip(ends, ends[1:])]
         if not batches:
             raise ValueError(
                 f"The validation data has {self._samples_in_words()}: too few for a batch on each of {ranks} "

@@ -130,8 +130,8 @@ def reduced(
     averages: Averages, reducers: list[RegisteredReducer], ranks: DistributedContext, *, reports: bool
 ) -> dict[str, Any]:
     """Return the metrics of a period, reduced over all reporting ranks; collective, every rank calls it."""
-    own = (averages.read(), [registered.reducer.per_slot_reduce() for registered in reducers])
-    everything = [share for share in ranks.allgather(own if reports else None) if share is not None]
+    local = (averages.read(), [registered.reducer.per_slot_reduce() for registered in reducers])
+    everything = [share for share in ranks.allgather(local if reports else None) if share is not None]
     metrics: dict[str, Any] = {}
     for name in dict.fromkeys(name for sums, _ in everything for name in sums):
         shares = [sums[name] for sums, _ in everything if name in sums]

@@ -93,11 +93,11 @@ def free_port(address: str) -> int:
 class Doorbell:
     """Listens on addresses of this machine, so that other nodes can test whether they reach them."""
 
-    def __init__(self, own: Sequence[str]) -> None:
+    def __init__(self, addresses: Sequence[str]) -> None:
         self._stack = ExitStack()
         self.open: list[tuple[str, int]] = []
         """(address, port) of each listening socket."""
-        for address in own:
+        for address in addresses:
             with suppress(OSError):
                 server = self._stack.enter_context(socket.create_server((address, 0)))
                 self.open.append((address, int(server.getsockname()[1])))

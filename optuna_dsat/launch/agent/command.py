@@ -179,8 +179,8 @@ def device_environment(base: Mapping[str, str], *, kind: str, python: str) -> di
         environ["CUDA_VISIBLE_DEVICES"] = ""
         environ["DS_ACCELERATOR"] = "cpu"
     folders = [*filter(None, environ.get("PATH", "").split(os.pathsep))]
-    if (own := str(Path(python).parent)) not in folders:
-        environ["PATH"] = os.pathsep.join([*folders, own])
+    if (folder := str(Path(python).parent)) not in folders:
+        environ["PATH"] = os.pathsep.join([*folders, folder])
     return environ
 
 
@@ -287,11 +287,11 @@ def _world(request: LaunchRequest, directory: RunDirectory) -> WorldPlan:
     if request.purpose == "full" or request.isolation == "off":
         return WorldPlan()
     # The run directories of further trials are siblings of the first.
-    own = [str(directory.root.parent if request.continues else directory.root)]
-    own += [] if directory.leavings is None else [str(directory.leavings.parent)]
+    folders = [str(directory.root.parent if request.continues else directory.root)]
+    folders += [] if directory.leavings is None else [str(directory.leavings.parent)]
     swapped = (path for _, path in swap_paths(request.ds_config))  # an overlay would slow it down
     return WorldPlan(
         isolation=request.isolation,
         folder=str(directory.world),
-        passed=tuple(dict.fromkeys((*own, *request.writable, *swapped))),
+        passed=tuple(dict.fromkeys((*folders, *request.writable, *swapped))),
     )

@@ -94,9 +94,9 @@ class LaunchFiles:
     def __init__(self, directory: RunDirectory, *, ranks: Sequence[int], node: int) -> None:
         self._events = {rank: GrowingFile(directory.events(rank), most_bytes=_MOST_AT_ONCE) for rank in ranks}
         logs = {path.name: path for rank in ranks for path in (directory.stdout(rank), directory.stderr(rank))}
-        own = directory.agent_log
+        log = directory.agent_log
         logs |= {path.name: path for path in (stacks_path(directory.log_dir, rank) for rank in ranks)}
-        logs[own.name if node == 0 else f"{own.stem}.node{node}{own.suffix}"] = own
+        logs[log.name if node == 0 else f"{log.stem}.node{node}{log.suffix}"] = log
         self._logs = {name: GrowingFile(path, most_bytes=_MOST_AT_ONCE) for name, path in logs.items()}
         self._limit = LogLimit(logs.values())
 

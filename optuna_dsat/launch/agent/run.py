@@ -91,7 +91,7 @@ class MachineLaunch:
             end_profile_step=request.end_profile_step,
             ranks=lambda: self._tree.ranks,
             find=self._tree.living,
-            look=lambda own: self._pool.sight(self._lease, own),
+            look=lambda pids: self._pool.sight(self._lease, pids),
             energy_j=lambda: self._pool.energy_j(self._lease),
         )
 
@@ -274,7 +274,7 @@ class NodeLaunch:
         self._request = machine.limited(LaunchRequest.from_json(order["request"]))
         given = order["rendezvous"]
         rendezvous = None if given is None else Rendezvous.from_json(given)
-        own = self._request.slots // (1 if rendezvous is None else rendezvous.nodes)
+        count = self._request.slots // (1 if rendezvous is None else rendezvous.nodes)
         self._base_env = {**machine.environ, **order["environ"]}
         self._warm = bool(order["warm"])
         self.name = self._request.launch_id
@@ -287,7 +287,7 @@ class NodeLaunch:
         self._news: list[dict[str, Any]] = []
         self._told: tuple[list[int], int | None] = ([], None)
         self._usage_at = time.monotonic()
-        self._lease: SlotLease = machine.pool.take(own)
+        self._lease: SlotLease = machine.pool.take(count)
         self._folder, self._leavings = machine.new_folder()
         try:
             self._directory = write_run_directory(self._request, self._folder, leavings=self._leavings)
@@ -303,8 +303,8 @@ class NodeLaunch:
         except BaseException:
             self._leave()
             raise
-        first = machine.node * own
-        self._ranks = range(first, first + own)
+        first = machine.node * count
+        self._ranks = range(first, first + count)
         self._files = LaunchFiles(self._directory, ranks=self._ranks, node=machine.node)
         self._trackers = self._hand_over_trackers(**order["trackers"])
         if self._warm:
@@ -389,9 +389,9 @@ class NodeLaunch:
 
     def _hand_over_trackers(self, folder: str, token: str) -> Iterator[dict[str, Any]]:
         """Yield what trackers wrote in pieces; begins once it is read, when all processes are gone."""
-        own, machine = self._directory.trackers_dir, self._machine
+        local, machine = self._directory.trackers_dir, self._machine
         try:
-            yield from hand_over_trackers(own, Path(folder), token, node=machine.node, on_notice=machine.on_notice)
+            yield from hand_over_trackers(local, Path(folder), token, node=machine.node, on_notice=machine.on_notice)
         except OSError as error:
             machine.on_notice(f"What trackers wrote in {self.name} could not be kept: {error}.")
 

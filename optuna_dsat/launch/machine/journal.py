@@ -109,8 +109,8 @@ def gone_tuners(folder: Path | None = None) -> Iterator[tuple[GoneTuner, ...]]:
     """
     with _gone(folder) as result:
         yield tuple(result.values())
-        for own in result:
-            _remove(own)
+        for path in result:
+            _remove(path)
         if folder is None and result:
             _leave_no_empty_folder(own_folder(_FOLDER))
 
@@ -122,7 +122,7 @@ def _gone(folder: Path | None) -> Iterator[dict[Path, GoneTuner]]:
     held = [(path, lock) for path in sorted(parent.glob(f"*{_LOCK}")) if (lock := try_lock(path)) is not None]
     try:
         owns = (path.with_suffix("") for path, _ in held)
-        yield {own: tuner for own in owns if (tuner := _read(own)) is not None}
+        yield {place: tuner for place in owns if (tuner := _read(place)) is not None}
     finally:
         for _, lock in held:
             os.close(lock)
@@ -147,24 +147,24 @@ def _claim(parent: Path | None) -> tuple[Path, int]:
             return path.with_suffix(""), descriptor
 
 
-def _read(own: Path) -> GoneTuner | None:
+def _read(folder: Path) -> GoneTuner | None:
     """Return a journal; None if it is left to another container on this machine, which has separate shared memory."""
     pid = output_dir = None
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        tuner = json.loads((own / _TUNER).read_text(encoding="utf-8"))
+        tuner = json.loads((folder / _TUNER).read_text(encoding="utf-8"))
         space, here = tuner["space"], process_space()
-        age_s = time.time() - own.stat().st_mtime
+        age_s = time.time() - folder.stat().st_mtime
         if space != here and space.partition(":")[0] == here.partition(":")[0] and age_s < _OTHERS_S:
             return None
         pid = int(tuner["pid"]) if space == here else None
         output_dir = Path(tuner["output_dir"])
-    return GoneTuner(pid=pid, output_dir=output_dir, records=tuple(sorted(own.glob("*.jsonl"))))
+    return GoneTuner(pid=pid, output_dir=output_dir, records=tuple(sorted(folder.glob("*.jsonl"))))
 
 
-def _remove(own: Path) -> None:
-    shutil.rmtree(own, ignore_errors=True)
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):  # the next start tries again
-        own.with_name(f"{own.name}{_LOCK}").unlink(missing_ok=True)
+        folder.with_name(f"{folder.name}{_LOCK}").unlink(missing_ok=True)
 
 
 _WATCH_S = 5.0

@@ -219,25 +219,25 @@ class GpuMonitor:
         """Return the memory in use that is not attributed to a living process; 0 if unknown."""
         return _unattributed_bytes(self._use(device), ())
 
-    def is_free_of(self, device: Device, own: Collection[int], *, baseline_bytes: int) -> bool:
-        """Return whether a GPU lists none of the PIDs in ``own`` and its memory is back to the baseline.
+    def is_free_of(self, device: Device, pids: Collection[int], *, baseline_bytes: int) -> bool:
+        """Return whether a GPU lists none of the PIDs in ``pids`` and its memory is back to the baseline.
 
         A GPU that does not respond counts as free; it is not taken until it responds.
         """
         use = self._use(device)
         if use is None:
             return True
-        if set(own) & (use.processes or {}).keys():
+        if set(pids) & (use.processes or {}).keys():
             return False
-        return _unattributed_bytes(use, own) - baseline_bytes <= _TOLERANCE_BYTES
+        return _unattributed_bytes(use, pids) - baseline_bytes <= _TOLERANCE_BYTES
 
-    def sight(self, device: Device, own: Collection[int]) -> Conditions:
+    def sight(self, device: Device, pids: Collection[int]) -> Conditions:
         """Return the activity of others on a launch's GPU; not their processes if NVML lists none of the launch."""
         use, gpu = self._use(device), label(device, kind="cuda")
         if use is None:
             return Conditions()
         processes = use.processes or {}
-        others = {pid: used for pid, used in processes.items() if pid not in own} if set(own) & set(processes) else {}
+        others = {pid: used for pid, used in processes.items() if pid not in pids} if set(pids) & set(processes) else {}
         holders = foreign_holders(device, GpuUse(used_bytes=None, processes=others), self._nvml)
         try:
             reasons = self._nvml.throttle_reasons(device.nvml_id)
@@ -267,11 +267,11 @@ class GpuMonitor:
         )
 
 
-def _unattributed_bytes(use: GpuUse | None, own: Collection[int]) -> int:
+def _unattributed_bytes(use: GpuUse | None, pids: Collection[int]) -> int:
     """Return the memory in use that is not attributed to living processes of others; 0 if unknown."""
     if use is None or use.used_bytes is None:
         return 0
     others = sum(
-        used for pid, used in (use.processes or {}).items() if pid not in own and ProcessKey.of(pid) is not None
+        used for pid, used in (use.processes or {}).items() if pid not in pids and ProcessKey.of(pid) is not None
     )
     return max(0, use.used_bytes - others)

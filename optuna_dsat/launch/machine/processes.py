@@ -64,8 +64,8 @@ class LaunchProcess:
 
 def new_mark() -> str:
     """Return a unique mark for a launch started by this process."""
-    own = ProcessKey.of(os.getpid())
-    start = own.start_ticks if own is not None else 0
+    tuner = ProcessKey.of(os.getpid())
+    start = tuner.start_ticks if tuner is not None else 0
     return f"{uuid.uuid4()}:{os.getpid()}:{start}:{process_space()}"
 
 

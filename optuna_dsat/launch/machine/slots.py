@@ -122,9 +122,9 @@ class SlotPool:
             return []
         return self._gpus.holders(device, lock_owner(self._lock_path(device)))
 
-    def sight(self, lease: SlotLease, own: Collection[int]) -> Conditions:
+    def sight(self, lease: SlotLease, pids: Collection[int]) -> Conditions:
         """Return the activity of other processes on a launch's GPUs; nothing on the CPU."""
-        seen = [] if self._gpus is None else [self._gpus.sight(device, own) for device in lease.devices]
+        seen = [] if self._gpus is None else [self._gpus.sight(device, pids) for device in lease.devices]
         return Conditions(
             gpu_processes=tuple(process for sight in seen for process in sight.gpu_processes),
             throttle_reasons=tuple(reason for sight in seen for reason in sight.throttle_reasons),
@@ -183,7 +183,7 @@ class SlotPool:
             )
         return chosen, locks
 
-    def is_free(self, lease: SlotLease, own: Collection[ProcessKey] = ()) -> bool:
+    def is_free(self, lease: SlotLease, keys: Collection[ProcessKey] = ()) -> bool:
         """Return whether the devices of an ended launch are measured to be free again.
 
         A GPU is free if NVML lists none of our processes on it and the memory not attributed to living processes of
@@ -192,7 +192,7 @@ class SlotPool:
         """
         if self._gpus is None:
             return True
-        pids = {key.pid for key in own}
+        pids = {key.pid for key in keys}
         return all(
             self._gpus.is_free_of(device, pids, baseline_bytes=lease.baseline_bytes[device.index])
             for device in lease.devices

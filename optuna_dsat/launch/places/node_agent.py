@@ -33,17 +33,17 @@ def _number_and_name(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[i
     return int(environ.get("SLURM_PROCID", "0")), environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def _serve(agent: NodeAgent, node: int, *, news_to: int, told: Mapping[int, object]) -> None:
+def _serve(agent: NodeAgent, node: int, *, news_to: int, signals: Mapping[int, object]) -> None:
     """Forward commands and messages until the agent or its head leaves, or a signal arrives. Writes never block.
 
-    ``told`` are the received signals. They are checked between commands, so that no command is interrupted.
+    ``signals`` are the received signals. They are checked between commands, so that no command is interrupted.
 
     Raises:
         BrokenPipeError: If the head has stopped reading.
     """
     os.set_blocking(news_to, False)
     partial = unsent = b""
-    while not agent.leaving and not told:
+    while not agent.leaving and not signals:
         if select.select([0], [], [], _PAUSE_S)[0]:
             data = os.read(0, 1 << 20)
             if not data:
@@ -85,7 +85,7 @@ def main() -> int:
     agent = NodeAgent(node=node, name=name)
     try:
         with suppress(BrokenPipeError):
-            _serve(agent, node, news_to=news_to, told=parts)
+            _serve(agent, node, news_to=news_to, signals=parts)
     finally:
         for number in ENDING:  # SLURM sends several, and Python restores the default while it exits
             signal.signal(number, signal.SIG_IGN)

@@ -134,7 +134,7 @@ class HeldPlace:
         elif kind == "seen":
             self._seen[node] = message
         elif kind == "reached":
-            self._reached[node] = [(str(address), str(own)) for address, own in message["doors"]]
+            self._reached[node] = [(str(address), str(token)) for address, token in message["doors"]]
         elif kind == "phase":
             self._phases[node] = str(message["words"])
         elif kind == "prepared":
@@ -241,8 +241,8 @@ class HeldPlace:
         compiled = self._prepared_for is not None and self._prepared_for[1] == wanted[1]
         self._prepared_for = wanted
         self._unprepared = set(range(self._layout.nodes))
-        own = [] if compiled else list(operators)
-        self.order({"do": "prepare", "preload": preload.to_json(), "operators": own})
+        names = [] if compiled else list(operators)
+        self.order({"do": "prepare", "preload": preload.to_json(), "operators": names})
 
 
 _OTHERS_S = 3.0

@@ -43,10 +43,10 @@ def srun_command(*, nodes: int, slots: int, arguments: Sequence[str], python: st
     """Return the command that holds an allocation: an agent per node, tied to this process."""
     tied = [sys.executable, "-P", "-m", "optuna_dsat.launch.places.tied", str(os.getpid())]
     agent = [python or sys.executable, "-P", "-m", "optuna_dsat.launch.places.node_agent"]
-    own = ["--kill-on-bad-exit=1", "--export=ALL"]
+    options = ["--kill-on-bad-exit=1", "--export=ALL"]
     if not any(word.startswith(("--job-name", "-J")) for word in arguments):
-        own.append("--job-name=optuna-dsat")
-    return [*tied, "srun", *own, *place_arguments(nodes=nodes, slots=slots, arguments=arguments), *agent]
+        options.append("--job-name=optuna-dsat")
+    return [*tied, "srun", *options, *place_arguments(nodes=nodes, slots=slots, arguments=arguments), *agent]
 
 
 def agent_environment(environ: Mapping[str, str]) -> dict[str, str]:

@@ -216,9 +216,9 @@ class Forking:
             raise WarmUnavailableError(f"the process that launches are forked from was killed {self._deaths} times")
         self._environ = dict(environ)
         hidden = _WATCHED | {LAUNCH_ENV, *self.preload.environment}
-        own = {name: value for name, value in environ.items() if name not in hidden}
-        own[MARK_ENV] = new_mark()  # it outlives the launch that ``environ`` belongs to
-        self._server = ForkServer(own, self._log, python=python)
+        variables = {name: value for name, value in environ.items() if name not in hidden}
+        variables[MARK_ENV] = new_mark()  # it outlives the launch that ``environ`` belongs to
+        self._server = ForkServer(variables, self._log, python=python)
         self._preloads_pending = 0
         self._read = set()
         self._order_preload(self._server)

@@ -214,8 +214,8 @@ class ForkServer:
 
     def close(self) -> None:
         """Kill the process with all launches forked from it, and end processes started by its imports."""
-        own = ProcessKey.of(self.process.pid)
-        below = children_of(() if own is None else (own,))
+        parent = ProcessKey.of(self.process.pid)
+        below = children_of(() if parent is None else (parent,))
         self.process.kill()  # first, because it exits once the socket is closed
         self._socket.close()
         self._dead = True

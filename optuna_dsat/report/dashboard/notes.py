@@ -189,8 +189,8 @@ def trial_note(view: StudyView, trial: FrozenTrial) -> str:
     outcome = Outcome(attrs.get(attributes.OUTCOME, Outcome.LOST))
     what, advice = MEANING[outcome]
     title = configuration_of(trial)
-    own = " (your config)" if attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG else ""
-    parts = [f"## {literal(title)}{own}", f"**{outcome.value.replace('_', ' ')}**: {what}", _speed(view, trial)]
+    remark = " (your config)" if attrs.get(attributes.PURPOSE) == attributes.USER_CONFIG else ""
+    parts = [f"## {literal(title)}{remark}", f"**{outcome.value.replace('_', ' ')}**: {what}", _speed(view, trial)]
     message = attrs.get(attributes.MESSAGE, "")
     report = view.last_report(trial)
     if message and outcome is not Outcome.MEASURED:
@@ -260,6 +260,6 @@ def keep_own_text(generated: str, present: str) -> str:
 
     In a note by optuna-dsat the users' text is the text below ``OWN_TEXT``; any other note is kept whole.
     """
-    _, mark, own = present.partition(OWN_TEXT)
-    own = (own if mark else present).strip()
-    return f"{generated.rstrip()}\n\n---\n{OWN_TEXT}\n" + (f"\n{own}\n" if own else "")
+    _, mark, written = present.partition(OWN_TEXT)
+    written = (written if mark else present).strip()
+    return f"{generated.rstrip()}\n\n---\n{OWN_TEXT}\n" + (f"\n{written}\n" if written else "")

@@ -202,7 +202,7 @@ def explain(
     contributions.sort(key=lambda contribution: -abs(math.log(contribution.factor)) if contribution.factor else 0.0)
     together = _together(trials, planner, winner=best, user=user, contributions=contributions)
     ratio = None if baseline is None or winner.speed_up is None else _ratio(winner.speed_up, pairs)
-    own = baseline is not None and baseline.trial.number == winner.trial.number
+    is_own = baseline is not None and baseline.trial.number == winner.trial.number
     searched = MICRO_BATCH in best  # the user's own config has no parameters if it is outside the space
     expected = planner.predict(trials, [_split(best)])[0] if searched else None
     seconds = {} if expected is None else dict(expected.bounds)
@@ -215,7 +215,7 @@ def explain(
         device=planner.problem.hardware.device,
         winner=winner.trial.number,
         value=winner.value,
-        is_own=own,
+        is_own=is_own,
         user_value=None if baseline is None else baseline.value,
         metrics=winner.metrics,
         user_metrics={} if baseline is None else baseline.metrics,
@@ -223,7 +223,7 @@ def explain(
         contributions=tuple(contributions),
         together=together,
         remainder=None
-        if ratio is None or own or not user
+        if ratio is None or is_own or not user
         else _remainder(*ratio, [*contributions, *([] if together is None else [together])]),
         bounds=bounds,
         peak_bytes=winner.trial.user_attrs.get(attributes.PEAK_BYTES),
@@ -240,9 +240,9 @@ def _split(params: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     return knobs, int(params[MICRO_BATCH])
 
 
-def _reverted(planner: GuidedPlanner, winner: Mapping[str, Any], knob: str, own: Any) -> dict[str, Any]:
+def _reverted(planner: GuidedPlanner, winner: Mapping[str, Any], knob: str, value: Any) -> dict[str, Any]:
     """Return the winner with the user's value of a knob."""
-    space, (knobs, size) = planner.problem.space, _split({**winner, knob: own})
+    space, (knobs, size) = planner.problem.space, _split({**winner, knob: value})
     steps = space.accumulation(size)
     accumulated = {} if steps == space.searched_accumulation(size) else {GRADIENT_ACCUMULATION: steps}
     return {**space.completed(knobs), MICRO_BATCH: size, **accumulated}
@@ -256,10 +256,10 @@ def _contributions(
         return
     before = planner.problem.space.completed(user) | {MICRO_BATCH: user.get(MICRO_BATCH)}
     for knob, value in winner.items():
-        own = before.get(knob, value)
-        if own == value or own is None:
+        reverted = before.get(knob, value)
+        if reverted == value or reverted is None:
             continue
-        other = _reverted(planner, winner, knob, own)
+        other = _reverted(planner, winner, knob, reverted)
         effect = pairs.effect(winner, other)
         if effect is None:
             contribution = _modelled(trials, planner, winner, other)
@@ -305,9 +305,9 @@ def _together(
     if metrics is None:
         return None
     sign = 1 if planner.problem.metric in LARGER_IS_BETTER else -1
-    best, own, *others = (sign * math.log(value) for value in metrics)
+    best, users, *others = (sign * math.log(value) for value in metrics)
     count = len(others)
-    mean = sum(others) - (count - 1) * best - own
+    mean = sum(others) - (count - 1) * best - users
     spread = ERROR * math.sqrt(count + (count - 1) ** 2 + 1)
     return _factor(TOGETHER, mean, _Z95 * spread, note="what they do together beyond each alone (model)")
 

@@ -111,21 +111,21 @@ def _row(contribution: Contribution) -> FactorRow:
     )
 
 
-def told_of(found: Explanation) -> list[str]:
+def told_of(facts: Explanation) -> list[str]:
     """Return sentences on the winner's bottlenecks, memory use, GPU utilisation, and doubts about the speed-up."""
-    largest = sorted(found.bounds.items(), key=lambda part: -part[1])
+    largest = sorted(facts.bounds.items(), key=lambda part: -part[1])
     shares = ", ".join(f"{name} {share:.0%}" for name, share in largest if share >= _WORTH_A_ROW)
-    parts = [f"A step of the winner goes into {shares} (fitted model): it is bound by {found.bound}."] if shares else []
-    if found.peak_bytes is not None and found.device_bytes > 0:
-        device = bytes_in_words(found.device_bytes)
+    parts = [f"A step of the winner goes into {shares} (fitted model): it is bound by {facts.bound}."] if shares else []
+    if facts.peak_bytes is not None and facts.device_bytes > 0:
+        device = bytes_in_words(facts.device_bytes)
         parts.append(
-            f"The fullest rank takes {bytes_in_words(found.peak_bytes)} of the {device} that it may (measured)."
+            f"The fullest rank takes {bytes_in_words(facts.peak_bytes)} of the {device} that it may (measured)."
         )
-    if found.utilisation is not None:
-        parts.append(f"It reaches {found.utilisation:.0%} of the GPU's peak FLOPS (measured).")
-    if found.contradicted and found.remainder is not None and found.remainder.factor is not None:
+    if facts.utilisation is not None:
+        parts.append(f"It reaches {facts.utilisation:.0%} of the GPU's peak FLOPS (measured).")
+    if facts.contradicted and facts.remainder is not None and facts.remainder.factor is not None:
         parts.append(
-            f"A factor of {times_in_words(found.remainder.factor)} remains that no setting explains, such as a machine "
+            f"A factor of {times_in_words(facts.remainder.factor)} remains that no setting explains, such as a machine "
             "that was busier at one of the two: do not rely on the speed-up before both are measured again."
         )
     return parts

@@ -47,14 +47,14 @@ def plot_memory(study: Source) -> go.Figure:
     figure = new_figure()
     palette = Palette(point.words for point in points)
     for words in dict.fromkeys(point.words for point in points):
-        own = [point for point in points if point.words == words]
+        members = [point for point in points if point.words == words]
         figure.add_scatter(
-            x=[point.predicted / _GIB for point in own],
-            y=[point.measured / _GIB for point in own],
+            x=[point.predicted / _GIB for point in members],
+            y=[point.measured / _GIB for point in members],
             mode="markers",
             name=words,
             marker={"color": palette[words], "symbol": palette.symbol(words), "size": 9},
-            hovertext=[point.hover for point in own],
+            hovertext=[point.hover for point in members],
             hoverinfo="text",
         )
     high = max(max(p.predicted, p.measured) for p in points) / _GIB * 1.05

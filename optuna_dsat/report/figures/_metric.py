@@ -349,9 +349,9 @@ def _chosen(view: StudyView) -> Sequence[FrozenTrial]:
     best: dict[str, FrozenTrial] = {}
     for trial in inside:
         best.setdefault(lineage_words([trial]), trial)
-    own = None if user is None else lineage_words([user])
-    first = [words for words in best if words != own][: _MOST_CURVES - (own in best)]
-    return [trial for words, trial in best.items() if words in first or words == own]
+    users = None if user is None else lineage_words([user])
+    first = [words for words in best if words != users][: _MOST_CURVES - (users in best)]
+    return [trial for words, trial in best.items() if words in first or words == users]
 
 
 def _lineage(trial: FrozenTrial) -> Mapping[str, Any]:

@@ -75,8 +75,8 @@ def plot_progress(study: Source) -> go.Figure:
     places = {trial.number: place for place, trial in enumerate(ended, start=1)}
     figure = new_figure()
     for outcome in Outcome:
-        if own := [trial for trial in ended if _outcome(trial) is outcome]:
-            _add_outcome(figure, outcome, own, places, measure)
+        if members := [trial for trial in ended if _outcome(trial) is outcome]:
+            _add_outcome(figure, outcome, members, places, measure)
     best = _best_so_far(ended, maximize=history.maximize)
     if best:
         figure.add_scatter(
@@ -112,12 +112,12 @@ def plot_progress(study: Source) -> go.Figure:
 
 
 def _add_outcome(
-    figure: go.Figure, outcome: Outcome, own: Sequence[FrozenTrial], places: Mapping[int, int], measure: Measure
+    figure: go.Figure, outcome: Outcome, trials: Sequence[FrozenTrial], places: Mapping[int, int], measure: Measure
 ) -> None:
     """Add the launches with a given outcome; launches without a metric are drawn on the axis."""
-    values = [score(t) for t in own]
+    values = [score(t) for t in trials]
     figure.add_scatter(
-        x=[places[t.number] for t in own],
+        x=[places[t.number] for t in trials],
         y=[0.0 if value is None else value * measure.scale for value in values],
         mode="markers",
         name=outcome.value.replace("_", " "),
@@ -130,7 +130,7 @@ def _add_outcome(
         },
         hovertext=[
             _words(t) + ("" if value is None else f"<br>{measure.shown(value)}")
-            for t, value in zip(own, values, strict=True)
+            for t, value in zip(trials, values, strict=True)
         ],
         hoverinfo="text",
     )

@@ -57,8 +57,8 @@ class AccelerateConfig:
                 steps = accelerator.gradient_accumulation_steps
                 self.note_filled_in(plugin.deepspeed_config, {GRADIENT_ACCUMULATION: steps})
             if plugin is not None and self._provided:
-                for section, (own, dummy) in _SECTIONS.items():
-                    if any(_is_a(arg, own) and not _is_a(arg, dummy) for arg in args):
+                for section, (kind, dummy) in _SECTIONS.items():
+                    if any(_is_a(arg, kind) and not _is_a(arg, dummy) for arg in args):
                         plugin.deepspeed_config.pop(section, None)
             return original(accelerator, *args, **kwargs)
 
@@ -69,9 +69,9 @@ class AccelerateConfig:
         of ``values``, by dotted key, is from arguments, else the environment, else accelerate's default.
         """
         if isinstance(config, LaidConfig):
-            own, launch = flatten(config.scripts_own()), flatten(self._plan.overlay)
-            for key in own.keys() & values.keys():
-                is_open = own[key] == "auto" or (key in self._left_open and own[key] == launch.get(key))
+            before, launch = flatten(config.scripts_own()), flatten(self._plan.overlay)
+            for key in before.keys() & values.keys():
+                is_open = before[key] == "auto" or (key in self._left_open and before[key] == launch.get(key))
                 if is_open and values[key] != "auto":
                     config.note_own(key, values[key])
 

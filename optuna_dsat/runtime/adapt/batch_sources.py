@@ -186,12 +186,12 @@ class BatchSources:
 
     def _watch_loaders(self, loader_class: Any) -> None:
         """Record data loaders; set the launch's micro-batch in loaders of the script's batch size."""
-        own = int(self._follow["own"]) if self._follow.get("kind") == "loader" else None
+        size = int(self._follow["own"]) if self._follow.get("kind") == "loader" else None
 
         @patch(loader_class, "__init__")
         def init(original: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
             noted = _Loader(place_of(sys._getframe(1)))
-            args, kwargs = noted.sized(args, kwargs, own=own, micro_batch=self._micro_batch)
+            args, kwargs = noted.sized(args, kwargs, size=size, micro_batch=self._micro_batch)
             original(loader, *args, **kwargs)
             noted.measure(loader)
             loader.__dict__["_optuna_dsat"] = noted
@@ -274,15 +274,15 @@ class _Loader:
         return self._scale
 
     def sized(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, own: int | None, micro_batch: int | None
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, size: int | None, micro_batch: int | None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return a data loader's arguments with batch size ``own`` replaced by the launch's micro-batch."""
+        """Return a data loader's arguments with the batch size ``size`` replaced by the launch's micro-batch."""
         sampler = kwargs.get("batch_sampler", args[4] if len(args) > 4 else None)
         given = kwargs.get("batch_size", args[1] if len(args) > 1 else 1)
         if sampler is not None:
             given = getattr(sampler, "batch_size", None)
         self.batch_size = self.made_with = given if is_size(given) else None
-        if own is None or micro_batch is None or self.batch_size != own:
+        if size is None or micro_batch is None or self.batch_size != size:
             return args, kwargs
         self.made_with = micro_batch
         if sampler is not None:

@@ -221,8 +221,8 @@ class HuggingFaceHook(TrainerHook):
     def _arguments_imported(self, module: Any) -> None:
         @patch(module.TrainingArguments, "__post_init__")
         def post_init(original: Any, arguments: Any, *args: Any, **kwargs: Any) -> None:
-            arguments._dsat_script_values = own = self._script_values(arguments)
-            self._if_failed(self._found(micro_batch=own[0], accumulation=own[1], options={}))
+            arguments._dsat_script_values = values = self._script_values(arguments)
+            self._if_failed(self._found(micro_batch=values[0], accumulation=values[1], options={}))
             self._set_arguments(arguments)
             if self._plan.measures:
                 self._disable_evaluation_and_saving(arguments)
@@ -263,7 +263,7 @@ class HuggingFaceHook(TrainerHook):
         result = micro_batch, accumulation, self._parses_command_line
         if self._own is not None:
             sizes = dict(zip(TRAINER_FIELDS, self._own[:2]))
-            if result[:2] == tuple(self._plan.overlay.get(key, own) for key, own in sizes.items()):
+            if result[:2] == tuple(self._plan.overlay.get(key, default) for key, default in sizes.items()):
                 return self._own
         self._own = result
         return result
@@ -292,13 +292,13 @@ class HuggingFaceHook(TrainerHook):
             arguments.num_train_epochs = max(arguments.num_train_epochs, float(last))
 
     def _report_arguments(self, arguments: Any) -> None:
-        own = getattr(arguments, "_dsat_script_values", None) or self._script_values(arguments)
-        micro_batch, accumulation, by_option = own
+        values = getattr(arguments, "_dsat_script_values", None) or self._script_values(arguments)
+        micro_batch, accumulation, by_option = values
         fields = {**TRAINER_FIELDS, **({} if getattr(arguments, "bf16", True) else {BF16_ENABLED: "bf16"})}
         options = {key: f"--{field}" for key, field in fields.items()} if by_option else {}
         is_first = self._report(micro_batch=micro_batch, accumulation=accumulation, options=options)
         if is_first and self._rank.rank == 0:
-            sizes = [(field, getattr(arguments, field), value) for field, value in zip(TRAINER_FIELDS.values(), own)]
+            sizes = [(field, getattr(arguments, field), value) for field, value in zip(TRAINER_FIELDS.values(), values)]
             words = [f"{field} {now}" + f" (the script has {value})" * (now != value) for field, now, value in sizes]
             end = "; nothing is evaluated, saved or sent." if self._plan.measures else "."
             print(f"optuna-dsat: {', '.join(words)}{end}", file=sys.stderr)
@@ -376,10 +376,10 @@ class LightningHook(TrainerHook):
         def set_accumulation_and_format(original: Any, strategy: Any) -> None:
             trainer = getattr(strategy.lightning_module, "trainer", None)
             if trainer is not None:
-                own = int(trainer.accumulate_grad_batches)
+                steps = int(trainer.accumulate_grad_batches)
                 if isinstance(self._plan.overlay.get(GRADIENT_ACCUMULATION), int):
                     trainer.accumulate_grad_batches = self._plan.overlay[GRADIENT_ACCUMULATION]
-                self._report(micro_batch=None, accumulation=own, options={})
+                self._report(micro_batch=None, accumulation=steps, options={})
             original(strategy)
 
     def _trainer_imported(self, module: Any) -> None:

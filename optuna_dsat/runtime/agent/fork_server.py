@@ -69,8 +69,8 @@ class _ForkServer:
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         loaded = load(Preload.from_json(order["preload"]), watched=frozenset(order["watched"]))
         self._of_imports |= own_children() - {*self._agents.values()}
-        own = [self._control.fileno(), self._selector.fileno()]
-        self._parent_state = ParentState.capture(without=own, started_with=self._started_with)
+        descriptors = [self._control.fileno(), self._selector.fileno()]
+        self._parent_state = ParentState.capture(without=descriptors, started_with=self._started_with)
         self._send(
             event="ready",
             refused=loaded.refused,
@@ -86,8 +86,8 @@ class _ForkServer:
                 event="refused", launch_id=order["launch_id"], why="something that was imported initialised CUDA"
             )
             return
-        own = os.getpid()
-        pid = fork_child(lambda reopened: self._become_agent(order, parent_state, reopened, parent=own))
+        server = os.getpid()
+        pid = fork_child(lambda reopened: self._become_agent(order, parent_state, reopened, parent=server))
         self._agents[pid] = ProcessKey.of(pid) or ProcessKey(pid, 0)  # it may have ended
         descriptor = os.pidfd_open(pid)
         self._selector.register(descriptor, selectors.EVENT_READ, (order["launch_id"], pid))

@@ -241,8 +241,8 @@ def resolve_python_path(python_path: str) -> None:
     places = [place for place, path in enumerate(sys.path) if path in taken]
     if places:
         kept = [path for path in sys.path if path not in taken]
-        own = dict.fromkeys(os.path.normpath(Path.cwd() / entry) for entry in relative)
-        sys.path[:] = [*kept[: places[0]], *own, *kept[places[0] :]]
+        resolved = dict.fromkeys(os.path.normpath(Path.cwd() / entry) for entry in relative)
+        sys.path[:] = [*kept[: places[0]], *resolved, *kept[places[0] :]]
 
 
 def _disown_temporary_folders() -> None:

@@ -53,24 +53,24 @@ def store_on_loopback() -> Iterator[None]:
     backend: Any = c10d_rendezvous_backend
     static: Any = static_tcp_rendezvous
     handler: Any = dynamic_rendezvous.DynamicRendezvousHandler
-    own, for_ranks = getattr(backend, "TCPStore", None), getattr(handler, "_create_tcp_store_server", None)
-    if own is None or for_ranks is None:
+    tcp_store, for_ranks = getattr(backend, "TCPStore", None), getattr(handler, "_create_tcp_store_server", None)
+    if tcp_store is None or for_ranks is None:
         yield
         return
 
     def store(host: str, port: int, *arguments: Any, is_master: bool = False, **options: Any) -> Any:
         if not is_master or host != LOOPBACK:
-            return own(host, port, *arguments, is_master=is_master, **options)
+            return tcp_store(host, port, *arguments, is_master=is_master, **options)
         listening = socket.create_server((LOOPBACK, port))
         chosen = listening.getsockname()[1]
-        return own(host, chosen, *arguments, is_master=True, master_listen_fd=listening.detach(), **options)
+        return tcp_store(host, chosen, *arguments, is_master=True, master_listen_fd=listening.detach(), **options)
 
     def static_store(host: str, port: int, *arguments: Any, **options: Any) -> Any:
         is_master = arguments[1] if len(arguments) > 1 else options.get("is_master")
         if not is_master:
-            return own(host, port, *arguments, **options)
+            return tcp_store(host, port, *arguments, **options)
         listening = socket.create_server((host, port))
-        return own(host, port, *arguments, master_listen_fd=listening.detach(), **options)
+        return tcp_store(host, port, *arguments, master_listen_fd=listening.detach(), **options)
 
     own_static = getattr(static, "TCPStore", None)
     backend.TCPStore = store
@@ -79,7 +79,7 @@ def store_on_loopback() -> Iterator[None]:
     try:
         yield
     finally:
-        backend.TCPStore, handler._create_tcp_store_server = own, for_ranks
+        backend.TCPStore, handler._create_tcp_store_server = tcp_store, for_ranks
         static.TCPStore = own_static
 
 

@@ -59,8 +59,8 @@ class _Redirection:
 
     def functions(self) -> dict[str, Callable[..., Any]]:
         """Return name -> replacement for functions of ``os``."""
-        own = ("open", "listdir", "scandir", "chdir", "getcwd", "getcwdb", "rename", "rmdir", "link", "symlink")
-        record = {name: getattr(self, name) for name in (*own, "unlink", "truncate")}
+        names = ("open", "listdir", "scandir", "chdir", "getcwd", "getcwdb", "rename", "rmdir", "link", "symlink")
+        record = {name: getattr(self, name) for name in (*names, "unlink", "truncate")}
         record |= {"open": self.os_open, "replace": self.rename, "remove": self.unlink}
         record |= {name: self._function(name) for name in _READERS}
         record |= {name: self._function(name, self._layer.changed) for name in _CHANGERS}

@@ -349,9 +349,9 @@ def _new_caches(paths: Iterable[str], folder: Path) -> dict[str, int]:
     result = {}
     for path in paths:
         with contextlib.suppress(OSError):  # the launch then uses a private cache
-            own = folder / path.lstrip("/").replace("/", "_")
-            own.mkdir(parents=True, exist_ok=True)
-            result[path] = mounts.open_path(str(own))
+            target = folder / path.lstrip("/").replace("/", "_")
+            target.mkdir(parents=True, exist_ok=True)
+            result[path] = mounts.open_path(str(target))
     return result
 
 

@@ -401,11 +401,11 @@ def ranks_of(environment: Mapping[str, str]) -> tuple[int | None, int]:
 def _set_by_command(environment: Mapping[str, str], *, folder: Path) -> dict[str, str]:
     """Return the variables of a launch that differ from this process's and are relevant to it."""
     result = {**environment, "PYTHONPATH": _without(folder, environment.get("PYTHONPATH", ""))}
-    own = {"PYTHONPATH": "", **os.environ}
+    inherited = {"PYTHONPATH": "", **os.environ}
     return {
         name: value
         for name, value in result.items()
-        if own.get(name) != value
+        if inherited.get(name) != value
         and name not in _OF_PROCESSES | _OF_IMPORTS
         and not name.startswith((*_OF_WRAPPERS, "SLURM"))
         and not is_of_launch(name)

@@ -64,16 +64,16 @@ def _command_line(process: int) -> list[str]:
     return [os.fsdecode(word) for word in Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")[:-1]]
 
 
-def _is_launcher(own: Sequence[str]) -> bool:
-    return own[1] in MODULES if own[0] == "-m" and own[1:] else os.path.basename(own[0]) in LAUNCHERS  # noqa: PTH119
+def _is_launcher(words: Sequence[str]) -> bool:
+    return words[1] in MODULES if words[0] == "-m" and words[1:] else os.path.basename(words[0]) in LAUNCHERS  # noqa: PTH119
 
 
 def is_rank(words: Sequence[str]) -> bool:
     """Whether this process runs a launcher's rank, or the script at the end of the user's command."""
-    own = program(words)
-    if not own or _is_launcher(own):
+    started = program(words)
+    if not started or _is_launcher(started):
         return False
-    return LAUNCHER in os.environ or own == json.loads(os.environ.get(TYPED, "[]"))[-len(own) :]
+    return LAUNCHER in os.environ or started == json.loads(os.environ.get(TYPED, "[]"))[-len(started) :]
 
 
 def write_down(words: Sequence[str]) -> NoReturn:
@@ -89,11 +89,11 @@ def write_down(words: Sequence[str]) -> NoReturn:
     }
     if LAUNCHER in os.environ:
         result["launcher"] = json.loads(Path(os.environ[LAUNCHER]).read_text(encoding="utf-8"))
-    own, partial = (record.with_suffix(f".{state}{os.getpid()}") for state in ("rank", "partial"))
+    complete, partial = (record.with_suffix(f".{state}{os.getpid()}") for state in ("rank", "partial"))
     try:
         partial.write_text(json.dumps(result), encoding="utf-8")
-        partial.replace(own)
-        os.link(own, record)
+        partial.replace(complete)
+        os.link(complete, record)
     except OSError:  # another process was first
         pass
     while record.parent.is_dir():

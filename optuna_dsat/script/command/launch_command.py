@@ -139,10 +139,10 @@ def read_command(
         return _wrapped(words, cwd=cwd, python=python, on_notice=on_notice) if wraps else None
     if launcher == "python":
         return _python(words, cwd=cwd, python=python or os.path.abspath(file), on_notice=on_notice)  # noqa: PTH100
-    own = python or interpreter_of(file) or sys.executable
+    interpreter = python or interpreter_of(file) or sys.executable
     if launcher in MAINS:
-        return _launched(launcher, list(words[1:]), cwd=cwd, python=own)
-    return _console_script(launcher, words, cwd=cwd, python=own, on_notice=on_notice)
+        return _launched(launcher, list(words[1:]), cwd=cwd, python=interpreter)
+    return _console_script(launcher, words, cwd=cwd, python=interpreter, on_notice=on_notice)
 
 
 def _launched(module: str, words: list[str], *, cwd: Path, python: str) -> LaunchCommand:

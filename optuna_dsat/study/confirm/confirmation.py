@@ -318,8 +318,8 @@ def staying(rounds: Rounds, trials: Sequence[FrozenTrial], *, spec: StudySpec) -
     verdict, values = verdict_of(trials, rounds, spec), rounds.values()
     if verdict is None or verdict.rounds < MIN_ROUNDS or verdict.best.number not in values:
         return present
-    best, own = verdict.best.number, None if verdict.baseline is None else verdict.baseline.number
-    kept = {own, verdict.at_user_batch.number} if spec.batch == "both" and verdict.at_user_batch else {own}
+    best, baseline = verdict.best.number, None if verdict.baseline is None else verdict.baseline.number
+    kept = {baseline, verdict.at_user_batch.number} if spec.batch == "both" and verdict.at_user_batch else {baseline}
 
     def is_worse(number: int) -> bool:
         ratio = paired_ratio(values.get(number, {}), values[best], maximize=spec.maximize, noise=verdict.noise)

@@ -72,9 +72,9 @@ def choose_finalists(
     baseline = attributes.user_config_trial(trials)
     left_out = {*out, *_simplified(candidates, spec)} | (set() if baseline is None else {baseline.number})
     others = [candidate for candidate in candidates if candidate.number not in left_out]
-    own = [] if baseline is None or not spec.confirm else [baseline.number]
+    first = [] if baseline is None or not spec.confirm else [baseline.number]
     if not spec.confirm or not others:
-        return own
+        return first
     measured = attributes.best_trials(others, maximize=spec.maximize)
     batches = {
         candidate.number: attributes.train_batch_size(candidate, slots=spec.slots_per_trial) for candidate in candidates
@@ -110,7 +110,7 @@ def choose_finalists(
         batch = user_batch(candidates, spec=spec)
         same = [trial.number for trial in others if batches[trial.number] == batch][:1]
         chosen += [number for number in same if number not in chosen]
-    return [*chosen, *own]
+    return [*chosen, *first]
 
 
 def _simplified(candidates: Sequence[FrozenTrial], spec: StudySpec) -> set[int]:
@@ -178,9 +178,9 @@ def without_failed(
 ) -> Rounds:
     """Return the rounds, with the next best trial as a finalist if the last launch eliminated a finalist."""
     last = rounds.launches[-1].number
-    own = attributes.user_config_trial(trials)
+    baseline = attributes.user_config_trial(trials)
     failed = [number for number in rounds.chosen if rounds.failure(number) is not None]
-    if last not in failed or (own is not None and last == own.number) or len(failed) > spec.confirm:
+    if last not in failed or (baseline is not None and last == baseline.number) or len(failed) > spec.confirm:
         return rounds
     out = {*rounds.chosen, *refuted(rounds, trials, spec=spec)}
     waiting = [candidate.number for candidate in candidates if candidate.number not in out]
@@ -199,20 +199,20 @@ def with_next_best(
     spent = spec.confirm_time is not None and rounds.spent_s >= spec.confirm_time
     if verdict is None or verdict.kind is not VerdictKind.BASELINE_IS_BEST or spent:
         return rounds
-    own = None if verdict.baseline is None else verdict.baseline.number
+    user = None if verdict.baseline is None else verdict.baseline.number
     out = refuted(rounds, trials, spec=spec)
-    compared = {number for number in rounds.chosen if number != own}
-    heard = {launch.number for launch in rounds.launches if launch.round >= rounds.since} - {own}
+    compared = {number for number in rounds.chosen if number != user}
+    heard = {launch.number for launch in rounds.launches if launch.round >= rounds.since} - {user}
     if compared - out or len(heard | compared) >= 2 * spec.confirm:
         return rounds
     values = {candidate.number: float(candidate.values[0]) for candidate in candidates}
 
     def claims_more(number: int) -> bool:
-        claimed = speed_up(values[number], values.get(own), maximize=spec.maximize) if own is not None else None
+        claimed = speed_up(values[number], values.get(user), maximize=spec.maximize) if user is not None else None
         return claimed is not None and claimed > 1 + spec.tie
 
-    waiting = [number for number in values if number not in {own, *compared, *heard, *out} and claims_more(number)]
+    waiting = [number for number in values if number not in {user, *compared, *heard, *out} and claims_more(number)]
     if not waiting:
         return rounds
-    kept = [number for number in rounds.chosen if number == own or rounds.failure(number) is not None]
+    kept = [number for number in rounds.chosen if number == user or rounds.failure(number) is not None]
     return replace(rounds, chosen=(*kept, waiting[0]))

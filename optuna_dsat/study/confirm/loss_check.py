@@ -90,8 +90,8 @@ def check_loss(
         best_overlay["fp16"] = None
     precision = max(_precision(user), _precision(best), key=lambda name: TOLERANCES[name])
     counted = [_steps_of_an_update(ds_config.zero_section(config)) for config in (user, ds_config.merge(user, best))]
-    own, every = (count // math.gcd(*counted) for count in counted)
-    steps = max(steps, own * every)
+    user_every, every = (count // math.gcd(*counted) for count in counted)
+    steps = max(steps, user_every * every)
     losses: dict[str, Sequence[float]] = dict(known)
     for which, overlay in (("user", batch), ("user_again", batch), ("best", best_overlay)):
         if which in known:
@@ -102,7 +102,7 @@ def check_loss(
             purpose="confirm",
             overlay=overlay,
             start_profile_step=1,
-            end_profile_step=steps // (every if which == "best" else own),
+            end_profile_step=steps // (every if which == "best" else user_every),
         )
         record, report = launch(request)
         if report.outcome is not Outcome.MEASURED:
@@ -111,7 +111,7 @@ def check_loss(
             return _undecided(precision, losses, why)
         boundaries = record.boundaries[:steps]  # skipped steps too: the data of each step are the same
         losses[which] = [step.loss for step in boundaries if step.loss is not None]
-    for which, factor in (("user", every), ("user_again", every), ("best", own)):
+    for which, factor in (("user", every), ("user_again", every), ("best", user_every)):
         losses[which] = losses[which][factor - 1 :: factor]
     return compare(losses, precision=precision, rounds_weights=is_bf16(best) and not is_bf16(user))
 
@@ -120,10 +120,10 @@ def _changes(user: Mapping[str, Any], best: Mapping[str, Any]) -> dict[str, Any]
     """Return the overlay that gives the keys of a config its values; None removes what its sections lack."""
     result: dict[str, Any] = {}
     for key, value in best.items():
-        own = user.get(key)
-        if value != own and isinstance(value, Mapping) and isinstance(own, Mapping):
-            result[key] = {**dict.fromkeys(own.keys() - value.keys()), **value}
-        elif value != own:
+        present = user.get(key)
+        if value != present and isinstance(value, Mapping) and isinstance(present, Mapping):
+            result[key] = {**dict.fromkeys(present.keys() - value.keys()), **value}
+        elif value != present:
             result[key] = value
     return result
 
@@ -158,7 +158,7 @@ def compare(losses: Mapping[str, Sequence[float]], *, precision: str, rounds_wei
     if len(set(counts.values())) != 1 or not counts["user"]:
         return _undecided(precision, losses, "the script's losses could not be seen at every step")
     tolerance = TOLERANCES[precision]
-    own = _difference(losses["user"], losses["user_again"])
+    repeated = _difference(losses["user"], losses["user_again"])
     user = losses["user"]
     late = 0.0
     if rounds_weights and len(user) > 1 and all(map(math.isfinite, user)):
@@ -172,10 +172,10 @@ def compare(losses: Mapping[str, Sequence[float]], *, precision: str, rounds_wei
     if difference <= tolerance:
         alike = f"agree within {difference:.1e} ({precision} allows {tolerance:g})" if difference else "are the same"
         agrees, message = True, f"The first {counts['user']} losses {alike}{', up to a step late' if late else ''}."
-    elif own > tolerance:
+    elif repeated > tolerance:
         agrees = None
         message = (
-            f"Whether the losses agree cannot be told: two runs of your config differ by {own:.1e}. "
+            f"Whether the losses agree cannot be told: two runs of your config differ by {repeated:.1e}. "
             "Have the script set its seeds."
         )
     return LossCheck(
@@ -184,7 +184,7 @@ def compare(losses: Mapping[str, Sequence[float]], *, precision: str, rounds_wei
         precision=precision,
         tolerance=tolerance,
         difference=difference,
-        own_difference=own,
+        own_difference=repeated,
         losses=losses,
     )
 

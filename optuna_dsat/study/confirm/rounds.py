@@ -252,7 +252,7 @@ def noise_of_rounds(values: Mapping[int, Mapping[int, float]]) -> Noise | None:
         return None
     least = noise
     for left_out in values:
-        others = _noise_of({number: own for number, own in values.items() if number != left_out})
+        others = _noise_of({number: rounds for number, rounds in values.items() if number != left_out})
         if others is None or others.degrees == noise.degrees:
             continue
         squares = noise.relative_sd**2 * noise.degrees - others.relative_sd**2 * others.degrees
@@ -264,7 +264,7 @@ def noise_of_rounds(values: Mapping[int, Mapping[int, float]]) -> Noise | None:
 
 def _noise_of(values: Mapping[int, Mapping[int, float]]) -> Noise | None:
     """Return the residual standard deviation of a fit of all configurations and rounds."""
-    rows = [(number, item, math.log(value)) for number, own in values.items() for item, value in own.items()]
+    rows = [(number, item, math.log(value)) for number, by_round in values.items() for item, value in by_round.items()]
     numbers, rounds = list(values), sorted({item for _, item, _ in rows})
     design = [
         [*(number == other for other in numbers), *(item == other for other in rounds)] for number, item, _ in rows
@@ -286,9 +286,9 @@ def noise_of_search(values: Mapping[int, Mapping[int, float]], searched: Mapping
     both.
     """
     logs = [
-        math.log(searched[number]) - statistics.fmean(map(math.log, own.values()))
-        for number, own in values.items()
-        if own and searched.get(number, 0.0) > 0
+        math.log(searched[number]) - statistics.fmean(map(math.log, measured.values()))
+        for number, measured in values.items()
+        if measured and searched.get(number, 0.0) > 0
     ]
     if not logs:
         return None

@@ -171,8 +171,8 @@ def are_alike(batch: int, other: int) -> bool:
 
 def user_batch(measured: Sequence[FrozenTrial], *, spec: StudySpec) -> int:
     """Return the global batch of the user's config, by its trial or, if that failed, by the ranks of another trial."""
-    if (own := attributes.user_config_trial(measured)) is not None:
-        return attributes.train_batch_size(own, slots=spec.slots_per_trial)
+    if (baseline := attributes.user_config_trial(measured)) is not None:
+        return attributes.train_batch_size(baseline, slots=spec.slots_per_trial)
     return user_train_batch_size(spec, ranks=attributes.data_parallel_size(measured[0], slots=spec.slots_per_trial))
 
 
@@ -203,8 +203,8 @@ class _Judge:
         self.permitted = [trial.number for trial in measured if may_be_result(trial, rounds, spec)]
         """Numbers of the measured trials that may be the result, the best first."""
         self._unfailed = [number for number in self.permitted if rounds.failure(number) is None] or self.permitted
-        own = attributes.user_config_trial(trials)
-        self._baseline = None if own is None or own.number not in self._trials else own.number
+        baseline = attributes.user_config_trial(trials)
+        self._baseline = None if baseline is None or baseline.number not in self._trials else baseline.number
         self._values = {number: item for number, item in rounds.values().items() if number in self.permitted}
         eligible = [number for number in self._values if rounds.failure(number) is None]
         needed = _needed_rounds([len(self._values[number]) for number in eligible])
@@ -352,8 +352,8 @@ class _Judge:
         if self._baseline is None:
             return 0
         configs = (self._trials[item].user_attrs[attributes.CONFIG] for item in (self._baseline, number))
-        own, other = (ds_config.flatten(ds_config.effective(config)) for config in configs)
-        return sum(own.get(key) != other.get(key) for key in own.keys() | other.keys())
+        first, other = (ds_config.flatten(ds_config.effective(config)) for config in configs)
+        return sum(first.get(key) != other.get(key) for key in first.keys() | other.keys())
 
     def _ratio(self, number: int) -> Interval | None:
         """Return the ratio of a trial to the user's config: paired, else by the search."""
@@ -430,11 +430,11 @@ class _Judge:
     def _verdict(
         self, kind: VerdictKind, pick: int, best: int, *, ties: tuple[int, ...], undecided: tuple[Undecided, ...]
     ) -> Verdict:
-        own, both = self._baseline, None
-        if own is not None and self._in_rounds and self.paired:
-            both = self._values[pick].keys() & self._values[own].keys()
+        user, both = self._baseline, None
+        if user is not None and self._in_rounds and self.paired:
+            both = self._values[pick].keys() & self._values[user].keys()
         result = self._decided(pick, both)
-        baseline = None if own is None else self._as_searched(own) if both is None else self._decided(own, both)
+        baseline = None if user is None else self._as_searched(user) if both is None else self._decided(user, both)
         contenders = [self._in_rounds_of(number) for number in self._values]
         contenders.sort(key=lambda ratio: (-self._score(ratio.number), ratio.number))
         measured = {number: self._as_searched(number) for number in self._trials}
@@ -457,8 +457,8 @@ class _Judge:
             else noise_of_search(self._values, {number: self._searched(number) for number in self._values}),
             warnings=warnings_of(
                 self._rounds,
-                searched={item: self._searched(item) for item in (pick, own) if self.paired and item is not None},
-                baseline=own,
+                searched={item: self._searched(item) for item in (pick, user) if self.paired and item is not None},
+                baseline=user,
                 noise=self.noise,
                 tie=self._tie,
             ),

@@ -129,8 +129,8 @@ def _runner_up(verdict: Verdict) -> Measured | None:
 def _runner_up_in_words(verdict: Verdict, other: Measured | None) -> str:
     if other is None or other.speed_up is None:
         return ""
-    name, own = f"trial {other.number}", verdict.baseline
-    if own is not None and other.train_batch_size != own.train_batch_size:
+    name, baseline = f"trial {other.number}", verdict.baseline
+    if baseline is not None and other.train_batch_size != baseline.train_batch_size:
         name += f" with a global batch of {things_in_words(other.train_batch_size, 'sample')}"
     return f" The best other, {name}, is {ratio_in_words(other.speed_up)}."
 

@@ -49,31 +49,31 @@ def find_batch_rule(
         UsageError: If an option that the user mapped does not change the engine's inputs.
     """
     configured = int(overlay[ds_config.MICRO_BATCH])
-    own, sources, engine = record.observed_micro_batch, record.batch_sources, record.engine
+    observed, sources, engine = record.observed_micro_batch, record.batch_sources, record.engine
     mapped = [spec.script.arg_mappings[key] for key in _BATCHES if key in spec.script.arg_mappings]
     is_settled = ds_config.MICRO_BATCH in (*(spec.fix or {}), *spec.kept_knobs) or bool(mapped)
-    coincides = own == configured == present and not is_settled and record.trainer is None
+    coincides = observed == configured == present and not is_settled and record.trainer is None
     """Whether the script's own size was launched, so that it is unknown whether it follows the config."""
-    if engine is None or (own is None and (engine.pipeline or mapped)):
+    if engine is None or (observed is None and (engine.pipeline or mapped)):
         return None
-    if own == configured and not coincides:
+    if observed == configured and not coincides:
         if present == 1 or is_settled or not _may_pack(record):
             return None
 
         def holds_one(proof: LaunchRecord, _: int) -> bool:
             return proof.observed_micro_batch == 1
 
-        is_packed = _is_proven(spec, launch, name="profile-rows", overlay=overlay, own=1, holds=holds_one)
-        return held(1, found=sources, present=present) if is_packed else None
-    if own is None:  # nothing was seen: what cannot be counted must not change
+        is_packed = _is_proven(spec, launch, name="profile-rows", overlay=overlay, fed=1, holds=holds_one)
+        return held(1, sources=sources, present=present) if is_packed else None
+    if observed is None:  # nothing was seen: what cannot be counted must not change
         return held(configured if ds_config.MICRO_BATCH in (spec.fix or {}) else present)
-    samples = None if sources is None else samples_per_rank(sources, own=own)
+    samples = None if sources is None else samples_per_rank(sources, fed=observed)
     if sizes := record.differing_micro_batches(samples=samples):
         return varying(configured if ds_config.MICRO_BATCH in (spec.fix or {}) else present, sizes=sizes)
     ranks = engine.data_parallel_size
     if sources is None or not spec.follow_batch:
-        return None if coincides else held(own, found=sources, present=present, ranks=ranks)
-    fed: dict[int, int] = {configured: own}
+        return None if coincides else held(observed, sources=sources, present=present, ranks=ranks)
+    fed: dict[int, int] = {configured: observed}
     """Micro-batch of a launch -> rows that its engine was fed."""
 
     def holds(proof: LaunchRecord, size: int, *, guess: BatchRule) -> bool:
@@ -81,21 +81,21 @@ def find_batch_rule(
             fed[size] = proof.observed_micro_batch
         return proof.observed_micro_batch == Fraction(*guess.rows) * size
 
-    possible = guesses(sources, own=own, ranks=ranks, steps=steps, present=present, configured=configured)
+    possible = guesses(sources, fed=observed, ranks=ranks, steps=steps, present=present, configured=configured)
     for index, guess in enumerate(possible):
         if mapped and guess.kind != "config":
             continue
         if guess.kind == "config" and len(fed) > 1:  # a guess that failed has shown it
             if all(Fraction(*guess.rows) * size == rows for size, rows in fed.items()):
                 return guess
-            if set(fed.values()) == {own}:
+            if set(fed.values()) == {observed}:
                 continue
         proven = _is_proven(
             follow_batch(spec, replace(guess, rows=(1, 1)), ranks=ranks),  # a proof counts rows
             launch,
             name=f"profile-batch-{index}",
             overlay=overlay if guess.steps == 1 else {**overlay, ds_config.GRADIENT_ACCUMULATION: guess.steps},
-            own=configured if guess.kind == "config" else guess.own,
+            fed=configured if guess.kind == "config" else guess.own,
             holds=partial(holds, guess=guess),
         )
         if proven or (proven is None and coincides):
@@ -104,11 +104,11 @@ def find_batch_rule(
         return None
     if mapped and len(set(fed.values())) == 1 < len(fed):
         raise UsageError(
-            f"{' and '.join(mapped)} does not set the script's batch size: the engine was fed {own} rows at a "
+            f"{' and '.join(mapped)} does not set the script's batch size: the engine was fed {observed} rows at a "
             f"micro-batch of {' and of '.join(str(size) for size in fed)}. Name the option that does with "
             "--arg-mapping, or name none."
         )
-    return held(own, found=sources, present=present, ranks=ranks)
+    return held(observed, sources=sources, present=present, ranks=ranks)
 
 
 def _may_pack(record: LaunchRecord) -> bool:
@@ -145,7 +145,7 @@ def find_trainer(
             launch,
             name=f"profile-trainer-{index}",
             overlay={**overlay, ds_config.GRADIENT_ACCUMULATION: asked},
-            own=trainer.micro_batch,
+            fed=trainer.micro_batch,
             holds=partial(_sets_itself, steps=expected),
         )
         if proven:
@@ -155,8 +155,8 @@ def find_trainer(
 
 def _sets_itself(proof: LaunchRecord, size: int, *, steps: int | None) -> bool:
     """Whether a script's trainer was made with a micro-batch and accumulation steps, before it was given any."""
-    own = proof.trainer
-    return own is not None and (own.micro_batch, own.gradient_accumulation_steps) == (size, steps)
+    trainer = proof.trainer
+    return trainer is not None and (trainer.micro_batch, trainer.gradient_accumulation_steps) == (size, steps)
 
 
 def find_stage_option(
@@ -172,17 +172,17 @@ def find_stage_option(
     It is proven by a launch with another value of the option, whose overlay leaves the stage to the script: the config
     that reaches ``deepspeed.initialize`` has that stage. An option that the user mapped is not searched for.
     """
-    own = _scripts_stage(spec, differences)
+    present = _scripts_stage(spec, differences)
     if STAGE in spec.script.arg_mappings or not spec.follow_batch:
         return ""
-    if record.batch_sources is None or own not in ZERO_STAGES:
+    if record.batch_sources is None or present not in ZERO_STAGES:
         return ""
     batch = {key: value for key, value in overlay.items() if key != ds_config.ZERO}
-    options = [name for name, value in record.batch_sources.options.items() if value == own and means_stage(name)]
+    options = [name for name, value in record.batch_sources.options.items() if value == present and means_stage(name)]
     for index, option in enumerate(options):
         # Higher stages first: they need less memory.
         accepted = record.batch_sources.choices.get(option) or ZERO_STAGES
-        for stage in sorted(set(accepted) - {own}, key=lambda other: (other < own, abs(other - own))):
+        for stage in sorted(set(accepted) - {present}, key=lambda other: (other < present, abs(other - present))):
             proof, _ = launch(_proof(_given(spec, option, stage), f"profile-stage-{index}-{stage}", overlay=batch))
             if proof.engine is not None or proof.config_differences:  # it reached deepspeed.initialize
                 if _scripts_stage(spec, proof.config_differences) == stage:
@@ -205,13 +205,13 @@ def find_accumulation_option(
     the loss by it.
     """
     key = ds_config.GRADIENT_ACCUMULATION
-    own, sources = differences.get(key, (None,))[0], record.batch_sources
-    if own is None or sources is None or record.trainer is not None or key in spec.script.arg_mappings:
+    present, sources = differences.get(key, (None,))[0], record.batch_sources
+    if present is None or sources is None or record.trainer is not None or key in spec.script.arg_mappings:
         return ""
-    options = [name for name, value in sources.options.items() if value == own and means_accumulation(name)]
+    options = [name for name, value in sources.options.items() if value == present and means_accumulation(name)]
     for index, option in enumerate(options if spec.follow_batch else []):
-        proof, _ = launch(_proof(_given(spec, option, 2 * own), f"profile-steps-{index}", overlay=overlay))
-        if proof.config_differences.get(key, (None,))[0] == 2 * own:
+        proof, _ = launch(_proof(_given(spec, option, 2 * present), f"profile-steps-{index}", overlay=overlay))
+        if proof.config_differences.get(key, (None,))[0] == 2 * present:
             return option
     return ""
 
@@ -241,15 +241,15 @@ def _is_proven(
     *,
     name: str,
     overlay: Mapping[str, Any],
-    own: int,
+    fed: int,
     holds: Callable[[LaunchRecord, int], bool],
 ) -> bool | None:
-    """Whether a launch at another micro-batch than the script's ``own`` shows, by ``holds``, that it follows.
+    """Whether a launch at another micro-batch than the script's (``fed`` rows) shows, by ``holds``, that it follows.
 
     None if no other micro-batch fits. ``spec`` has the candidate rules for the batch size; the ZeRO settings of
     ``overlay`` are known to fit.
     """
-    for size in (2 * own, own // 2):  # half if twice as much does not fit
+    for size in (2 * fed, fed // 2):  # half if twice as much does not fit
         if size == 0:
             continue
         proof, report = launch(_proof(spec, f"{name}-{size}", overlay={**overlay, ds_config.MICRO_BATCH: size}))

@@ -197,12 +197,12 @@ def measure_profile(
                     record.engine = replace(record.engine, config_differences=seen.engine.config_differences)
             record.engine = replace(record.engine, config_differences={**parts, **record.engine.config_differences})
             _check_data(record, smallest=attempt.micro_batch)
-            own = own_batch(spec, record)
+            user = own_batch(spec, record)
             batch = find_batch_rule(
                 *(spec, proof, record),
                 overlay=request.overlay,
-                present=own.micro_batch,
-                steps=own.gradient_accumulation_steps,
+                present=user.micro_batch,
+                steps=user.gradient_accumulation_steps,
             )
             trainer = find_trainer(spec, proof, record, overlay=request.overlay)
             profiled = _profiled(attempt, record, record.profile, record.engine, batch=batch, trainer=trainer)
@@ -224,7 +224,7 @@ def measure_profile(
                 profiled,
                 global_batch_option=""
                 if sources is None
-                else global_batch_option(sources, own, micro_batch=own.micro_batch if batch is None else batch.own),
+                else global_batch_option(sources, user, micro_batch=user.micro_batch if batch is None else batch.own),
                 start_s=record.outside_steps_s(report.held_s),
                 stage_option=stage_option,
                 accumulation_option=accumulation_option,
@@ -235,7 +235,7 @@ def measure_profile(
                 or (
                     trainer is None
                     and not accumulation_option
-                    and attempt.accumulation * record.passes_per_micro_batch == own.gradient_accumulation_steps > 1
+                    and attempt.accumulation * record.passes_per_micro_batch == user.gradient_accumulation_steps > 1
                 ),
             )
         # A later launch may set a value that the script has as well: only an earlier launch then shows the difference.
@@ -243,8 +243,8 @@ def measure_profile(
         only_zero_3 |= record.needs_zero_3 and 3 in spec.stages
         if not (report.outcome.infeasible or (record.needs_zero_3 and only_zero_3)):
             error = report.cause.partition(":")[0]
-            own = own_batch(spec, record, compares=error == "AssertionError")
-            at_own = attempt.with_least(own.micro_batch, own.gradient_accumulation_steps)
+            user = own_batch(spec, record, compares=error == "AssertionError")
+            at_own = attempt.with_least(user.micro_batch, user.gradient_accumulation_steps)
             waited = report.outcome in (Outcome.STALLED, Outcome.TIMEOUT)  # it would wait as long again
             if at_own == attempt or waited or error in _NEVER_OF_BATCHES:
                 raise _failure(spec, report, record)
@@ -314,7 +314,7 @@ def _check_data(record: LaunchRecord, *, smallest: int) -> None:
     samples = (
         None
         if record.batch_sources is None
-        else samples_per_rank(record.batch_sources, own=record.observed_micro_batch)
+        else samples_per_rank(record.batch_sources, fed=record.observed_micro_batch)
     )
     fed = record.observed_micro_batch
     if samples is not None and samples < smallest and fed is not None and fed < smallest:

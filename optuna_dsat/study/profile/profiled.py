@@ -146,9 +146,9 @@ class Profiled(Record):
 
     def _needs_permission(self, spec: StudySpec) -> bool:
         """Return whether DeepSpeed refuses ZeRO with the script's optimizer unless a config allows it."""
-        own = {key: values[0] for key, values in self.config_differences.items()}
+        script_values = {key: values[0] for key, values in self.config_differences.items()}
         library = self.trainer is not None or self._has_accelerate
-        config = ds_config.with_values(spec.ds_config, own)
+        config = ds_config.with_values(spec.ds_config, script_values)
         accepted = (spec.ds_config if library else config).get("zero_allow_untested_optimizer") is True
         uses_zero = ds_config.zero_section(ds_config.effective(config)).get("stage", 0) not in (0, ds_config.AUTO)
         return not (self.profile.optimizer_tested or accepted or uses_zero)
@@ -188,16 +188,16 @@ class Profiled(Record):
 
     def checkpoint_advice(self, spec: StudySpec, config: Mapping[str, Any]) -> str:
         """Return a warning if a config cannot continue from the checkpoint that the script loads; empty if it can."""
-        own, best = (
+        user, best = (
             ds_config.zero_section(ds_config.effective(each)).get("stage", 0)
             for each in (self.followed_by(spec).ds_config, config)
         )
-        alike = own == best or {own, best} == {1, 2}
-        if not self.checkpoint or alike or ds_config.AUTO in (own, best):
+        alike = user == best or {user, best} == {1, 2}
+        if not self.checkpoint or alike or ds_config.AUTO in (user, best):
             return ""
         return (
-            f"The script loads the checkpoint {self.checkpoint}. DeepSpeed does not load a checkpoint of ZeRO {own} "
-            f"with ZeRO {best}: train from the beginning, or tune with --fix {ZERO_STAGE}={own}."
+            f"The script loads the checkpoint {self.checkpoint}. DeepSpeed does not load a checkpoint of ZeRO {user} "
+            f"with ZeRO {best}: train from the beginning, or tune with --fix {ZERO_STAGE}={user}."
         )
 
     def trains_by_command(self, spec: StudySpec, config: Mapping[str, Any], *, settings_written: bool) -> bool:
@@ -228,12 +228,12 @@ class Profiled(Record):
         if not self.trains_by_command(spec, complete, settings_written=True):
             return config
         settings = ds_config.flatten(config)
-        own = {
+        values = {
             key: in_file
             for key, (value, in_file) in self.config_differences.items()
             if settings.get(key) == value and key.partition(".")[0] not in _CHOSEN
         }
-        return ds_config.with_values(config, own)
+        return ds_config.with_values(config, values)
 
     def _edits(self, config: Mapping[str, Any], *, settings_written: bool) -> str:
         """Return what to change in the script so that its own command trains with a config; empty for nothing."""

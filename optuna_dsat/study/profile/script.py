@@ -85,9 +85,9 @@ def follow_trainer(
     config = dict(spec.ds_config)
     if _is_open(config.get(ds_config.TRAIN_BATCH)):  # otherwise open batch sizes follow from the global batch
         for key in (ds_config.MICRO_BATCH, ds_config.GRADIENT_ACCUMULATION):
-            own = _mapped_value(spec, key, defaults) or (None if trainer is None else trainer.script_value(key))
-            if own is not None and _is_open(config.get(key)):
-                config[key] = own
+            value = _mapped_value(spec, key, defaults) or (None if trainer is None else trainer.script_value(key))
+            if value is not None and _is_open(config.get(key)):
+                config[key] = value
         if _is_open(config.get(ds_config.GRADIENT_ACCUMULATION)):
             batch = _mapped_value(spec, ds_config.TRAIN_BATCH, defaults)
             config |= {} if batch is None else {ds_config.TRAIN_BATCH: batch}
@@ -116,12 +116,13 @@ def follow_script(
     ``defaults`` are its ``option_defaults`` and ``ranks`` its ``data_parallel_size``. The script's value of a differing
     key is the baseline; None removes the key. ``options`` are its options for keys, or empty.
     """
-    own = {key: values[0] for key, values in differences.items()}
+    given = {key: values[0] for key, values in differences.items()}
     sizes = {ds_config.MICRO_BATCH, ds_config.GRADIENT_ACCUMULATION}
-    if own.keys() & sizes and not _is_open(spec.ds_config.get(ds_config.TRAIN_BATCH)):
-        in_file = {} if own.keys() >= sizes else user_config(spec, data_parallel_size=ranks)[1]
-        own = {ds_config.TRAIN_BATCH: None, **in_file, **own}  # differences have the script's global batch as these
-    config = ds_config.with_values(spec.ds_config, own) if own else spec.ds_config
+    if given.keys() & sizes and not _is_open(spec.ds_config.get(ds_config.TRAIN_BATCH)):
+        in_file = {} if given.keys() >= sizes else user_config(spec, data_parallel_size=ranks)[1]
+        # Differences have the script's global batch as these.
+        given = {ds_config.TRAIN_BATCH: None, **in_file, **given}
+    config = ds_config.with_values(spec.ds_config, given) if given else spec.ds_config
     script = spec.script.model_copy(
         update={
             "environment": {**environment, **spec.script.environment},

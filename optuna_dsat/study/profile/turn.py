@@ -154,21 +154,21 @@ class ProfileTurn:
 
     def _stored(self) -> StoredProfile | None:
         """Return the profile with which the study's trials were planned; without trials, its fingerprint's profile."""
-        own = attributes_of(self._store, self._spec.name).get(attributes.FINGERPRINT)
+        previous = attributes_of(self._store, self._spec.name).get(attributes.FINGERPRINT)
         compared = self.fingerprint + _COMPARED
-        if own == compared or self._compare_zero:
+        if previous == compared or self._compare_zero:
             stored = self._store.find_profile(compared)
             if stored is not None:
                 self.fingerprint = compared
                 return stored
-        if own is not None and own != self.fingerprint and has_trials(self._store, self._spec.name):
-            stored = self._store.find_profile(own)
+        if previous is not None and previous != self.fingerprint and has_trials(self._store, self._spec.name):
+            stored = self._store.find_profile(previous)
             if stored is not None:
                 self._context.say(
                     "The script, a file beside it or the hardware has changed since this study was profiled: new "
                     "trials may not compare with earlier ones. It keeps its profile; another --study starts afresh."
                 )
-                self.fingerprint = own
+                self.fingerprint = previous
                 return stored
         return self._store.find_profile(self.fingerprint)
 
@@ -330,7 +330,7 @@ def _data_in_words(spec: StudySpec, profiled: Profiled) -> str:
     ranks = profiled.data_parallel_size
     cap, samples = micro_batch_cap(spec, profiled), profiled.samples_per_rank
     own_batch = own_train_batch_size(spec, ranks=ranks)
-    bound = largest_global_batch(spec, profiled, own=own_batch) if spec.train_batch_size is None else None
+    bound = largest_global_batch(spec, profiled, user_batch=own_batch) if spec.train_batch_size is None else None
     if bound is not None and bound < own_batch:
         return f"Your config's global batch of {own_batch} is above --max-train-batch-size {bound}: your config is " + (
             "measured to compare with, and is the result if nothing is faster. No other config has this batch."
@@ -344,8 +344,8 @@ def _data_in_words(spec: StudySpec, profiled: Profiled) -> str:
         return f"{have}: {beyond}. --max-train-batch-size sets another bound."
     if samples is None or cap != samples:
         return ""
-    own = user_config(spec, data_parallel_size=profiled.data_parallel_size)[0][MICRO_BATCH]
+    user = user_config(spec, data_parallel_size=profiled.data_parallel_size)[0][MICRO_BATCH]
     have = things_in_words(samples, "sample")
     return f"The training data give a rank {have} in an epoch: no larger micro-batch is tried." + (
-        f" Your own, {own}, is not reached and cannot be compared with." if own > samples else ""
+        f" Your own, {user}, is not reached and cannot be compared with." if user > samples else ""
     )

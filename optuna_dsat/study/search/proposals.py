@@ -174,7 +174,7 @@ class Proposals:
             config=config,
             profiled=self._profiled,
         )
-        words = config_in_words(config, own=self._own[0], params_count=self._profiled.profile.params)
+        words = config_in_words(config, user=self._own[0], params_count=self._profiled.profile.params)
         reason, trials = _reason(asked), self._study.get_trials(deepcopy=False)
         facts = {
             attributes.CONFIG: dict(config),
