@@ -238,15 +238,21 @@ def test_rows_per_sample_are_proven_by_a_second_size(
     assert (None if rule is None else (rule.kind, rule.own, rule.rows)) == expected
 
 
-@pytest.mark.parametrize(("fed", "rows"), [(1, (1, 4)), (2, None)], ids=["packed", "follows the config"])
-def test_a_row_without_a_data_loader_is_proven_to_be_a_sample(
-    bench: StudyBench, fed: int, rows: tuple[int, int] | None
+@pytest.mark.parametrize(
+    ("fed", "rows", "tokens"),
+    [(1, (1, 4), True), (4, None, True), (1, None, False)],
+    ids=["packed", "follows the config", "no tokens"],
+)
+def test_a_row_of_tokens_without_a_data_loader_is_proven_to_be_a_sample(
+    bench: StudyBench, fed: int, rows: tuple[int, int] | None, tokens: bool
 ) -> None:
     class Fed(Record):
         outcome = Outcome.MEASURED
         batch_sources: Any = BatchSourcesFound(rank=0, time=1.0, options={}, fed_at=[{"file": "x.py", "line": 1}])
+        events = (SimpleNamespace(elements_are_tokens=tokens),)
 
-    def launch(_: LaunchRequest) -> Any:
+    def launch(request: LaunchRequest) -> Any:
+        assert request.overlay[MICRO_BATCH] == 4  # as in the first trial, which continues this launch
         return Fed(fed), Fed(fed)
 
     record: Any = Fed(1)

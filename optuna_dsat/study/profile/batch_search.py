@@ -59,12 +59,10 @@ def find_batch_rule(
     if observed == configured and not coincides:
         if present == 1 or is_settled or not _may_pack(record):
             return None
-
-        def holds_one(proof: LaunchRecord, _: int) -> bool:
-            return proof.observed_micro_batch == 1
-
-        is_packed = _is_proven(spec, launch, name="profile-rows", overlay=overlay, fed=1, holds=holds_one)
-        return held(1, sources=sources, present=present) if is_packed else None
+        # The first trial has the same sizes and continues this launch.
+        user_sizes = {**overlay, ds_config.MICRO_BATCH: present, ds_config.GRADIENT_ACCUMULATION: steps}
+        proof, _ = launch(_proof(spec, "profile-rows", overlay=user_sizes))
+        return held(1, sources=sources, present=present) if proof.observed_micro_batch == 1 else None
     if observed is None:  # nothing was seen: what cannot be counted must not change
         return held(configured if ds_config.MICRO_BATCH in (spec.fix or {}) else present)
     samples = None if sources is None else samples_per_rank(sources, fed=observed)
@@ -112,9 +110,11 @@ def find_batch_rule(
 
 
 def _may_pack(record: LaunchRecord) -> bool:
-    """Whether a batch of a single row may be many samples in one sequence, and no data loader is known to feed it."""
+    """Whether a row of tokens may be many samples in one sequence, and no data loader is known to feed it."""
     sources, engine = record.batch_sources, record.engine
     if record.observed_micro_batch != 1 or sources is None or engine is None or engine.pipeline:
+        return False
+    if not any(event.elements_are_tokens for event in record.events):
         return False
     return record.trainer is None and not any(item["trains"] and item["batch_size"] for item in sources.loaders)
 
