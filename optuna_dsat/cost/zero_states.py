@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from optuna_dsat.config import ds_config as configs
 from optuna_dsat.config.structures import MAX_IN_CPU
 
@@ -52,9 +54,22 @@ def ceil_div(value: int, by: int) -> int:
     return -(-value // by)
 
 
+def _smaller(first: int, second: int) -> int:
+    """Return the smaller number; for arrays that of each pair."""
+    return min(first, second) if isinstance(first, int) and isinstance(second, int) else np.minimum(first, second)
+
+
+def _larger(first: int, second: int) -> int:
+    """Return the larger number; for arrays that of each pair."""
+    return max(first, second) if isinstance(first, int) and isinstance(second, int) else np.maximum(first, second)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ZeroSettings:
-    """Inputs of the formulas, read from a profile and a DeepSpeed config."""
+    """Inputs of the formulas, read from a profile and a DeepSpeed config.
+
+    The sizes from ``bucket`` to ``persistence`` may also be arrays: the formulas then give arrays of bytes.
+    """
 
     params: int
     trainable: int
@@ -359,7 +374,7 @@ def _reduction(s: ZeroSettings) -> dict[str, int]:
     """
     if s.ranks == 1:
         return {}
-    elements = min(s.bucket if s.stage else STAGE0_REDUCE_ELEMENTS, s.trainable)
+    elements = _smaller(s.bucket if s.stage else STAGE0_REDUCE_ELEMENTS, s.trainable)
     return {"reduction": s.param_bytes * elements}
 
 
@@ -376,15 +391,14 @@ def _gathered(s: ZeroSettings, *, at_end_of_forward: bool) -> dict[str, int]:
     """
     if s.stage != 3:
         return {}
-    prefetched = min(s.prefetch, max(0, s.max_live - s.largest_layer))
+    prefetched = _smaller(s.prefetch, _larger(0, s.max_live - s.largest_layer))
     live = s.largest_layer + prefetched
     if at_end_of_forward:
-        live = max(live, s.largest_layer + s.max_reuse // 2)
-    if s.persistence >= s.largest_layer:
-        live = s.params
-    in_flight = max(s.largest_layer, prefetched) if s.ranks > 1 else 0
-    parts = {"gathered_parameters": s.param_bytes * min(s.params, live)}
-    parts["gather_in_flight"] = s.param_bytes * min(s.params, in_flight)
+        live = _larger(live, s.largest_layer + s.max_reuse // 2)
+    live = _larger(live, s.params * (s.persistence >= s.largest_layer))
+    in_flight = _larger(s.largest_layer, prefetched) if s.ranks > 1 else 0
+    parts = {"gathered_parameters": s.param_bytes * _smaller(s.params, live)}
+    parts["gather_in_flight"] = s.param_bytes * _smaller(s.params, in_flight)
     if not at_end_of_forward:
         parts["layer_gradients"] = s.param_bytes * s.largest_layer
     return parts

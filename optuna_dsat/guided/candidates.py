@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -41,9 +42,8 @@ _SIZES = {
     "stage3_max_live_parameters": "max_live",
     "stage3_max_reuse_distance": "max_reuse",
     "stage3_param_persistence_threshold": "persistence",
-    "sub_group_size": "sub_group",
 }
-"""Knob -> the only ``ZeroSettings`` field that depends on it."""
+"""Knob -> the only field of ``ZeroSettings`` and ``Columns`` that depends on it. Most rows differ in these only."""
 
 _DEFAULTS = {knob.name: knob.default for knob in KNOBS}
 
@@ -122,45 +122,55 @@ class CandidateTable:
         self._space = space
         self.lineages = space.lineages()
         """Params of each row."""
-        self._index = {lineage_key(params): row for row, params in enumerate(self.lineages)}
-        self.structure, _ = _indices(tuple(params.get(name) for name in (*STRUCTURE, NVME)) for params in self.lineages)
+        self._index = {frozenset(params.items()): row for row, params in enumerate(self.lineages)}
+        self._group, _ = _indices(map(_without_sizes, self.lineages))
+        """Index of each row's group: rows of a group have the same knobs, and differ in the values of ``_SIZES``."""
+        _, firsts = np.unique(self._group, return_index=True)
+        groups = [self.lineages[row] for row in firsts]
+        self.structure = self._of_groups(tuple(params.get(name) for name in (*STRUCTURE, NVME)) for params in groups)
         """Index of each row's structure: ZeRO stage and offload, NVMe apart from CPU."""
-        self.engine, _ = _indices(map(static_settings, self.lineages))
-        """Index of each row's settings that a running engine cannot change: rows of an index continue each other."""
-        self.relatives = np.column_stack(
-            [_indices(params.get(name) for params in self.lineages)[0] for name in STRUCTURE]
-        )
+        self.relatives = np.column_stack([self._of_groups(params.get(name) for params in groups) for name in STRUCTURE])
         """Index of each row's ZeRO stage, offload of the optimizer and offload of the parameters, shape (rows, 3)."""
-        self.knobs, values = self._codes()
+        self.knobs, self._values = self._codes()
         """Index of the value of each other knob, shape (rows, knobs)."""
+        self.engine = self._engines(groups)
+        """Index of each row's settings that a running engine cannot change: rows of an index continue each other."""
         effects = {knob.name: knob.effect for knob in KNOBS}
-        scales = [effects[name] for name in self._knob_names()]
-        self.knob_kernels = [scale**2 * knob_kernel(value) for scale, value in zip(scales, values, strict=True)]
+        scales = [effects[name] for name in self._values]
+        self.knob_kernels = [
+            scale**2 * knob_kernel(value) for scale, value in zip(scales, self._values.values(), strict=True)
+        ]
         """For each other knob, the covariance of its values' effects."""
+        stages = np.array([params[ZERO_STAGE] for params in groups], dtype=np.int64)[self._group]
         self.components = Components.of(
-            np.array([params[ZERO_STAGE] for params in self.lineages], dtype=np.int64),
+            stages,
             self.relatives,
             self.structure,
             self.knobs,
             has_value=[np.diag(kernel) > 0 for kernel in self.knob_kernels],
         )
         """Components of each row that may make launches fail."""
-        self.non_default_knobs = self._count_non_default_knobs()
+        self.non_default_knobs = self._count_non_default_knobs(stages)
         """Number of knobs per row, except stage and offload, that differ from the user's config (else the default)."""
-        settings = self._settings()
-        self.columns = Columns.of(settings)
+        settings, sizes = self._settings(groups), self._sizes()
+        columns = Columns.of(settings).take(self._group)
+        given = {name: np.where(size < 0, getattr(columns, name), size) for name, size in sizes.items()}
+        self.columns = replace(columns, **given)
         """Inputs of the step-time model."""
         self.kinds = np.column_stack([self.columns.stage == 3, self.columns.offload, self.columns.offload_param])
         """Whether each row has ZeRO 3, an offloaded optimizer, offloaded parameters: 0 or 1, shape (rows, 3)."""
-        self.activations = np.array([setting.activation_bytes for setting in settings], dtype=np.float64)
+        activations = np.array([setting.activation_bytes for setting in settings], dtype=np.float64)
+        activations /= max(1.0, profile.activation_bytes_per_sample)
+        self.activations = np.where(activations > 0, activations, 1.0)[self._group]
         """Activations per sample of each row, relative to the model without checkpointing."""
-        self.activations /= max(1.0, profile.activation_bytes_per_sample)
-        self.activations = np.where(self.activations > 0, self.activations, 1.0)
-        needs = np.array([self._bytes(setting) for setting in settings], dtype=np.float64).reshape(-1, 3)
-        self.forward, self.others, self.host = needs.T
+        self.forward, self.others, self.host = np.empty((3, len(self.lineages)))
         """Predicted bytes: on the device at the end of the forward pass without activations, on the device at other
         moments, and on a host.
         """
+        for number, setting in enumerate(settings):
+            rows = np.flatnonzero(self._group == number)
+            own: dict[str, Any] = {name: size[rows] for name, size in sizes.items() if size[rows[0]] >= 0}
+            self.forward[rows], self.others[rows], self.host[rows] = self._bytes(replace(setting, **own))
         self.buffers = self._buffers()
         """Bytes on the device of each knob's value in excess of its cheapest value: as predicted, then bytes missing
         from the prediction, shape (rows, 2 knobs).
@@ -183,9 +193,9 @@ class CandidateTable:
         """
         result = self.marginal_means(self.forward)
         possible = np.zeros(result.shape)
-        for place, name in enumerate(self._knob_names()):
+        for place, (name, values) in enumerate(self._values.items()):
             if name in _BUFFERS:
-                elements = np.array([float(params.get(name) or 0) for params in self.lineages])
+                elements = np.array([float(value or 0) for value in values])[self.knobs[:, place]]
                 possible[:, place] = np.minimum(elements, self._profile.params) * self._profile.param_bytes
         for group in np.unique(self.structure):
             members = np.flatnonzero(self.structure == group)
@@ -195,7 +205,12 @@ class CandidateTable:
 
     def row_index(self, params: Mapping[str, Any]) -> int | None:
         """Return the row of a lineage, None if it is not in this space."""
-        return self._index.get(lineage_key(params))
+        try:
+            row = self._index.get(frozenset(params.items()))
+        except TypeError:  # another study's value may not be hashable
+            return None
+        is_same = row is not None and lineage_key(params) == lineage_key(self.lineages[row])  # True equals 1
+        return row if is_same else None
 
     def never_measured(self, rows: Numbers, measured: Numbers) -> Numbers:
         """Return a mask of rows with ZeRO 3, an offload or a flag's value (of large effect) that none measured has."""
@@ -230,59 +245,82 @@ class CandidateTable:
             non_contiguous=1 - self.columns.contiguous[rows],
         )
 
-    def _knob_names(self) -> list[str]:
-        """Return the knobs that are not part of the structure."""
-        return [tuned.name for tuned in self._space.knobs if tuned.name not in (*STRUCTURE, NVME)]
+    def _of_groups(self, items: Iterable[Hashable]) -> Numbers:
+        """Return for each row the index of its group's item among the different items."""
+        result: Numbers = _indices(items)[0][self._group]
+        return result
 
-    def _codes(self) -> tuple[Numbers, list[list[Any]]]:
-        """Return the index of each knob's value, shape (rows, knobs), and the values of each, None if unset."""
-        coded = [
-            _indices(ds_config.canonical_number(params.get(name)) for params in self.lineages)
-            for name in self._knob_names()
-        ]
+    def _codes(self) -> tuple[Numbers, dict[str, list[Any]]]:
+        """Return the index of each knob's value, shape (rows, knobs), and the values of each, None if unset.
+
+        Knobs of the structure are left out.
+        """
+        names = [tuned.name for tuned in self._space.knobs if tuned.name not in (*STRUCTURE, NVME)]
+        coded = [_indices(params.get(name) for params in self.lineages) for name in names]
         codes = np.zeros((len(self.lineages), len(coded)), dtype=np.int64)
         for place, (indices, _) in enumerate(coded):
             codes[:, place] = indices
-        return codes, [values for _, values in coded]
+        return codes, {
+            name: [ds_config.canonical_number(value) for value in values]
+            for name, (_, values) in zip(names, coded, strict=True)
+        }
 
-    def _count_non_default_knobs(self) -> Numbers:
-        usual: dict[tuple[str, int], Any] = {}
-        counts = []
-        for params in self.lineages:
-            count = 0
-            for name, value in params.items():
-                if name in (*STRUCTURE, NVME):
-                    continue
-                place = (name, params["zero_stage"])
-                if place not in usual:
-                    usual[place] = self._space.usual(name, params)
-                count += value != usual[place]
-            counts.append(count)
-        return np.array(counts, dtype=np.float64)
+    def _engines(self, groups: Sequence[Mapping[str, Any]]) -> Numbers:
+        """Return the index of each row's settings that a running engine cannot change.
 
-    def _settings(self) -> list[ZeroSettings]:
-        """Return the settings of every lineage; configs that differ only in sizes are parsed once."""
-        known: dict[tuple[tuple[str, Any], ...], ZeroSettings] = {}
-        settings = []
-        for params in self.lineages:
-            without_sizes = tuple((name, value) for name, value in params.items() if name not in _SIZES)
-            if without_sizes not in known:
-                overlay = self._space.overlay({**params, MICRO_BATCH: self._space.micro_batches[0]})
-                config = ds_config.merge(self._base, overlay)
-                known[without_sizes] = zero_settings(self._profile, config, self._hardware)
-            sizes: dict[str, Any] = {field: int(params[name]) for name, field in _SIZES.items() if name in params}
-            settings.append(replace(known[without_sizes], **sizes))
-        return settings
+        Whether it can change a knob does not depend on ``_SIZES``.
+        """
+        static = [
+            {name for name in params if name not in KNOB_OF or not KNOB_OF[name].is_live(params)} for params in groups
+        ]
+        result = self._of_groups(
+            frozenset((name, params[name]) for name in names if name not in _SIZES)
+            for names, params in zip(static, groups, strict=True)
+        )
+        for place, (name, values) in enumerate(self._values.items()):
+            if name in _SIZES:
+                is_static = np.array([name in names for names in static])[self._group]
+                result = result * (len(values) + 1) + np.where(is_static, self.knobs[:, place] + 1, 0)
+        return result
 
-    def _bytes(self, settings: ZeroSettings) -> tuple[int, int, int]:
-        """Return the bytes on the device at the end of the forward pass and at other moments, and on the host."""
+    def _count_non_default_knobs(self, stages: Numbers) -> Numbers:
+        result = np.zeros(len(self.lineages))
+        for place, (name, values) in enumerate(self._values.items()):
+            is_set = np.array([value is not None for value in values])[self.knobs[:, place]]
+            for stage in np.unique(stages[is_set]):
+                usual = self._space.usual(name, {ZERO_STAGE: int(stage)})
+                differs = np.array([value != usual for value in values])[self.knobs[:, place]]
+                result += is_set & (stages == stage) & differs
+        return result
+
+    def _settings(self, groups: Sequence[Mapping[str, Any]]) -> list[ZeroSettings]:
+        """Return the settings of the first row of each group."""
+        size = self._space.micro_batches[0]
+        overlays = [self._space.overlay({**params, MICRO_BATCH: size}) for params in groups]
+        return [
+            zero_settings(self._profile, ds_config.merge(self._base, overlay), self._hardware) for overlay in overlays
+        ]
+
+    def _sizes(self) -> dict[str, Numbers]:
+        """Return the values of ``_SIZES`` by field, for each row; -1 where the row lacks the knob."""
+        return {
+            _SIZES[name]: np.array([-1 if value is None else int(value) for value in values])[self.knobs[:, place]]
+            for place, (name, values) in enumerate(self._values.items())
+            if name in _SIZES
+        }
+
+    def _bytes(self, settings: ZeroSettings) -> tuple[Any, Any, Any]:
+        """Return the bytes on the device at the end of the forward pass and at other moments, and on the host.
+
+        They are arrays where the sizes of the settings are.
+        """
         host = sum(rank_host_parts(settings).values())
         beside = host if self._hardware.device == "cpu" else 0
         result = {moment.name: moment.bytes_at(0) + beside for moment in moments(settings)}
-        others = max(size for name, size in result.items() if name != "forward")
+        others = [size for name, size in result.items() if name != "forward"]
         return (
             result["forward"],
-            others,
+            functools.reduce(np.maximum, others),
             0 if beside else host * min(self._hardware.ranks_per_node, self._hardware.world_size),
         )
 
@@ -388,13 +426,9 @@ def _indices(items: Iterable[Hashable]) -> tuple[Numbers, list[Any]]:
     return np.array([ids.setdefault(item, len(ids)) for item in items], dtype=np.int64), list(ids)
 
 
-def static_settings(params: Mapping[str, Any]) -> Hashable:
-    """Return the values of a lineage's knobs that a running engine cannot change."""
-    return frozenset(
-        (name, ds_config.canonical_number(value))
-        for name, value in params.items()
-        if name not in KNOB_OF or not KNOB_OF[name].is_live(params)
-    )
+def _without_sizes(params: Mapping[str, Any]) -> Hashable:
+    """Return a lineage's knobs with their values, except for values of ``_SIZES``."""
+    return tuple((name, None if name in _SIZES else value) for name, value in params.items())
 
 
 _MOST_TABLES = 4
@@ -405,7 +439,7 @@ _tables: dict[str, CandidateTable] = {}
 def candidate_table(
     *, profile: ModelProfile, hardware: Hardware, config: Mapping[str, Any], space: SearchSpace
 ) -> CandidateTable:
-    """Return the table of a space, cached: it takes a second, and warm starts often share the space."""
+    """Return the table of a space, cached: it takes a third of a second, and warm starts often share the space."""
     text = repr((profile, hardware, config, space))
     table = _tables.pop(text, None) or CandidateTable(profile=profile, hardware=hardware, config=config, space=space)
     _tables[text] = table  # the latest last
