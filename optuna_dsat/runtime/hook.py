@@ -182,7 +182,7 @@ class DeepSpeedHook:
         self._wrap_engine_class(self._deepspeed.DeepSpeedEngine)
         self._wrap_zero_init(self._deepspeed.zero.Init)
         if self._plan.measures:
-            disable_checkpoints(self._deepspeed.DeepSpeedEngine, self._state.saves)
+            disable_checkpoints(self._deepspeed.DeepSpeedEngine, self._state.saves, is_safe=self._plan.world.protects)
             tolerate_mismatched_checkpoints(
                 self._deepspeed.DeepSpeedEngine, is_mismatch=self._is_mismatch, on_load=self._note_checkpoint
             )

@@ -26,7 +26,7 @@ class zero:
 class DeepSpeedConfig:
     def __init__(self, config, mpu=None): self._param_dict = config  # as DeepSpeed 0.14 has it
 class DeepSpeedEngine:
-    gathers = True
+    gathers, global_steps, global_rank = True, 3, 0
     def __init__(self, args=None, model=None, mpu=None, config=None, config_class=None):
         print(json.dumps([config_class._param_dict, None, args], sort_keys=True))
     def save_checkpoint(self, save_dir, tag=None, client_state={}):

@@ -194,6 +194,27 @@ def test_a_trial_writes_no_checkpoint_and_says_so_once(start: Starter, stubs: Pa
     assert [end.saves for end in launch.of(RankFinished)] == [2]
 
 
+LOOK = """
+import deepspeed, json, os
+engine = object.__new__(deepspeed.DeepSpeedEngine)
+engine.save_checkpoint("runs/kept", tag=7, client_state={"epoch": 2})
+json.dump({}, open("runs/kept/7/meta.json", "w"))
+engine.save_checkpoint("runs/kept", client_state={"epoch": 4})
+print(open("runs/kept/latest").read(), os.listdir("runs/kept/global_step3"), engine.load_checkpoint("runs/kept"))
+"""
+
+
+def test_a_script_finds_the_folder_of_a_checkpoint_that_was_not_written(start: Starter, stubs: Path) -> None:
+    runs = start.folder / "runs"
+    runs.mkdir()
+    plan = WorldPlan(isolation="python", folder=str(start.folder / "world"))
+    plan.record.write_text(json.dumps(asdict(World(mode="python", redirected=(str(runs),)))), encoding="utf-8")
+    launch = start.alone(script(start, LOOK), stubs=stubs, world=plan)
+    assert launch.exit_code == 0, launch.log("stderr")
+    assert launch.log("stdout") == "global_step3 [] ('runs/kept/global_step3', {'epoch': 4})\n"
+    assert not list(runs.iterdir())
+
+
 def test_a_full_run_writes_its_checkpoints(start: Starter, stubs: Path) -> None:
     launch = start.alone(script(start, SAVE), stubs=stubs, purpose="full")
     assert launch.log("stdout").count("saved to kept") == 4

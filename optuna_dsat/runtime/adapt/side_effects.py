@@ -6,12 +6,14 @@ checkpoint of another ZeRO stage; the trial then continues without it, so that s
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from optuna_dsat.runtime.files import write_text_atomic
 from optuna_dsat.runtime.imports import patch
 
 _MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler")
@@ -73,20 +75,29 @@ def redirect_accelerates_tensorboard(module: Any, folder: Path) -> None:
         original(*bound.args, **bound.kwargs)
 
 
-def disable_checkpoints(engine_class: Any, skipped: list[str]) -> None:
+_SAVED = "_optuna_dsat_saved"
+"""Attribute of an engine: folder, tag, whether it is the latest, and client state of the last skipped checkpoint."""
+
+
+def disable_checkpoints(engine_class: Any, skipped: list[str], *, is_safe: Callable[[Path], bool]) -> None:
     """Make engines of this class skip writing checkpoints; the first call prints a notice to the rank's log.
 
     ``save_checkpoint`` and ``save_16bit_model`` keep their signatures and return values: True, or False for
     ``save_16bit_model`` if ZeRO 3 may not gather the weights. They do not synchronize the ranks. ``skipped`` gets the
     name of each called method.
+
+    Scripts write into the folder of a checkpoint, read ``latest`` or load what they saved. These paths exist afterwards
+    where ``is_safe``, which gets a path, returns that the launch does not change the user's files.
     """
 
-    def skip(name: str, answer: Callable[[Any], bool]) -> None:
+    def skip(name: str, leave: Callable[[Any, Mapping[str, Any]], bool]) -> None:
         signature = inspect.signature(getattr(engine_class, name))
 
         @patch(engine_class, name)
         def save(_original: Any, *args: Any, **kwargs: Any) -> bool:
-            given = signature.bind(*args, **kwargs).arguments
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            given = bound.arguments
             if not given["save_dir"]:
                 raise ValueError(f"save_dir must be a non-empty string, got {given['save_dir']!r}")
             skipped.append(name)
@@ -97,10 +108,35 @@ def disable_checkpoints(engine_class: Any, skipped: list[str]) -> None:
                     file=sys.stderr,
                     flush=True,
                 )
-            return answer(args[0])
+            with contextlib.suppress(OSError):
+                return leave(args[0], given)
+            return True
 
-    skip("save_checkpoint", lambda _engine: True)
-    skip("save_16bit_model", _would_gather)
+    def leave_checkpoint(engine: Any, given: Mapping[str, Any]) -> bool:
+        folder = Path(given["save_dir"]).absolute()
+        tag = str(f"global_step{engine.global_steps}" if given["tag"] is None else given["tag"])
+        is_latest = bool(given.get("save_latest", True))
+        setattr(engine, _SAVED, (folder, tag, is_latest, given["client_state"]))
+        if is_safe(folder):
+            (folder / tag).mkdir(parents=True, exist_ok=True)
+            if is_latest and engine.global_rank == 0:
+                write_text_atomic(folder / "latest", tag)
+        return True
+
+    def leave_model(engine: Any, given: Mapping[str, Any]) -> bool:
+        gathers = engine.zero_gather_16bit_weights_on_model_save()
+        if engine.zero_optimization_partition_weights() and not gathers:
+            return False
+        path = Path(given["save_dir"], given["save_filename"])
+        if is_safe(path) and engine.global_rank == 0:
+            import torch
+
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save({}, path)
+        return True
+
+    skip("save_checkpoint", leave_checkpoint)
+    skip("save_16bit_model", leave_model)
 
 
 def tolerate_skipped_checkpoints(module: Any, *, skipped: list[str]) -> None:
@@ -122,16 +158,21 @@ def tolerate_mismatched_checkpoints(
     """Make a trial continue with the script's initial weights if a checkpoint does not match its configuration.
 
     Step times do not depend on the weights' values; a notice is printed to the rank's log. The client state is returned
-    if the checkpoint's files contain it. DeepSpeed handles missing checkpoints. Errors that a mismatch cannot explain
-    (``is_mismatch``), such as out-of-memory, are raised. ``on_load`` gets the folder of an existing checkpoint.
+    if the checkpoint's files contain it. The last checkpoint that was skipped is the present state. DeepSpeed handles
+    missing checkpoints. Errors that a mismatch cannot explain (``is_mismatch``), such as out-of-memory, are raised.
+    ``on_load`` gets the folder of an existing checkpoint.
     """
     signature = inspect.signature(engine_class.load_checkpoint)
 
     @patch(engine_class, "load_checkpoint")
     def load(original: Any, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
+        folder, given = bound.arguments["load_dir"], bound.arguments.get("tag")
+        saved_in, saved, is_latest, client_state = getattr(args[0], _SAVED, (None, "", False, {}))
+        if saved_in == Path(folder).absolute() and (given == saved or (given is None and is_latest)):
+            return str(Path(folder, saved)), client_state
         latest = "latest_universal" if args[0].load_universal_checkpoint() else "latest"
-        states = _model_states(bound.arguments["load_dir"], bound.arguments.get("tag"), latest=latest)
+        states = _model_states(folder, given, latest=latest)
         if states is not None:
             on_load(states.parent)
         try:
@@ -160,7 +201,3 @@ def _model_states(load_dir: Any, tag: Any, *, latest: str) -> Path | None:
     if tag is None and (folder / latest).is_file():
         tag = (folder / latest).read_text(encoding="utf-8").strip()
     return None if tag is None else min((folder / str(tag)).glob("*model_states.pt"), default=None)
-
-
-def _would_gather(engine: Any) -> bool:
-    return bool(not engine.zero_optimization_partition_weights() or engine.zero_gather_16bit_weights_on_model_save())

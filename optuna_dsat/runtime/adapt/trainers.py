@@ -19,6 +19,7 @@ import inspect
 import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from optuna_dsat.runtime.adapt.accelerate import AccelerateConfig
@@ -128,7 +129,7 @@ _NEED_EVALUATION = ("reduce_lr_on_plateau", "greedy")
 """Schedules that ``TrainingArguments`` rejects without evaluation; with them the evaluation strategy is kept, and a
 callback cancels evaluation at every step."""
 
-_DISABLED_METHODS = ("_save_checkpoint", "create_model_card", "init_hf_repo", "push_to_hub", "save_model", "save_state")
+_DISABLED_METHODS = ("create_model_card", "init_hf_repo", "push_to_hub", "save_state")
 """Methods of the Trainer that are disabled in measured launches."""
 
 SCHEDULE_LENGTH_KEYS = ("total_num_steps", "warmup_num_steps")
@@ -205,7 +206,8 @@ class HuggingFaceHook(TrainerHook):
         """Disable saving and loading of states: a checkpoint of another ZeRO stage cannot be loaded."""
         self._accelerate.patch_accelerator(module)
         if self._plan.measures:
-            _disable_methods(module.Accelerator, "load_state", "save_model", "save_state")
+            _disable_methods(module.Accelerator, "load_state", "save_model")
+            _make_folder_only(module.Accelerator, "save_state", self._plan.world.protects, folder=_folder_of_state)
 
     def _parser_imported(self, module: Any) -> None:
         """Record whether ``TrainingArguments`` are parsed from the command line, so that its options can set them."""
@@ -234,6 +236,8 @@ class HuggingFaceHook(TrainerHook):
         cls = module.Trainer
         if self._plan.measures:
             _disable_methods(cls, *_DISABLED_METHODS)
+            _make_folder_only(cls, "_save_checkpoint", self._plan.world.protects, folder=_folder_of_checkpoint)
+            _make_folder_only(cls, "save_model", self._plan.world.protects, folder=_folder_of_model)
             cls.evaluate = _no_evaluation
         callback = _no_evaluation_callback(module.TrainerCallback)
         early_stopping = sys.modules["transformers.trainer_callback"].EarlyStoppingCallback
@@ -308,6 +312,33 @@ def _disable_methods(cls: Any, *names: str) -> None:
     for name in names:
         if hasattr(cls, name):  # other versions of the library lack the method
             patch(cls, name)(lambda *_, **__: None)
+
+
+def _make_folder_only(cls: Any, name: str, is_safe: Callable[[Path], bool], *, folder: Callable[..., Path]) -> None:
+    """Have a method that saves only make its folder, into which scripts write, if ``is_safe``; it returns the path."""
+
+    @patch(cls, name)
+    def save(_original: Any, *args: Any, **kwargs: Any) -> str:
+        path = folder(*args, **kwargs)
+        if is_safe(path):
+            path.mkdir(parents=True, exist_ok=True)
+        return str(path)
+
+
+def _folder_of_state(accelerator: Any, output_dir: Any = None, *_: Any, **__: Any) -> Path:
+    settings = accelerator.project_configuration
+    if not settings.automatic_checkpoint_naming:
+        return Path(output_dir)
+    settings.iteration += 1
+    return Path(accelerator.project_dir, "checkpoints", f"checkpoint_{settings.iteration - 1}")
+
+
+def _folder_of_checkpoint(trainer: Any, *_: Any, **__: Any) -> Path:
+    return Path(trainer.args.output_dir, f"checkpoint-{trainer.state.global_step}")
+
+
+def _folder_of_model(trainer: Any, output_dir: Any = None, *_: Any, **__: Any) -> Path:
+    return Path(output_dir or trainer.args.output_dir)
 
 
 def _no_evaluation(trainer: Any, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> dict[str, float]:

@@ -86,6 +86,12 @@ class WorldPlan:
         """File that describes the created world."""
         return Path(f"{self.folder}.json")
 
+    def protects(self, path: str | os.PathLike[str]) -> bool:
+        """Return whether the created world keeps changes below a path from the rest of the machine."""
+        world = World.load(self.record) if self.isolation != "off" else World()
+        real = os.path.realpath(path)
+        return _is_below(real, (*world.mounted, *world.redirected)) and not _is_below(real, world.passed)
+
 
 @dataclass(frozen=True)
 class World:
