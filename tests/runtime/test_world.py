@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import socket
@@ -127,6 +128,16 @@ def test_no_covered_folder_is_below_another_of_its_file_system(tmp_path: Path) -
     assert any(str(tmp_path).startswith(f"{folder}/") or str(tmp_path) == folder for folder in result)
     assert not {"/", "/proc", "/sys", "/dev", "/run", "/usr", "/etc"} & {*result}
     assert "/dev/shm" in result
+
+
+def test_a_project_beside_the_system_is_covered_with_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(glob, "glob", lambda pattern: [pattern.replace("*", name) for name in ("lib", "src", "share")])
+    real = os.path.isdir
+    monkeypatch.setattr(os.path, "isdir", lambda path: path in ("/usr/src", "/var/src") or real(path))
+    monkeypatch.setattr(os, "access", lambda *_: True)
+    result = covered(Path("/usr/src/app"), [])
+    assert {"/usr/src", "/var/src"} <= {*result}
+    assert not {"/usr/lib", "/usr/share", "/var/lib"} & {*result}
 
 
 def test_folders_of_other_users_which_a_user_namespace_cannot_copy_are_no_part_of_an_overlay(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import getpass
+import glob
 import json
 import os
 import shutil
@@ -29,7 +30,13 @@ _SYSTEM = frozenset(
     {"bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "libx32", "lost+found", "nix", "proc", "run", "sbin", "snap"}
     | {"sys", "usr", "var"}
 )
-"""System folders of ``/``. Folders below ``/usr/local`` and ``/var`` are covered if the command uses them."""
+"""System folders of ``/``."""
+_SYSTEM_BELOW = {
+    "/usr": frozenset({"games", "include", "libexec", "local", "share", *_SYSTEM}),
+    "/var": frozenset({"backups", "cache", "local", "lock", "log", "mail", "spool", *_SYSTEM}),
+}
+"""System folder -> those in it (hier(7)); the others, such as ``/usr/src`` in images of Docker, are as those of ``/``.
+Folders below ``/usr/local`` and ``/var`` are covered if the command uses them."""
 _SHARED_MEMORY = "/dev/shm"
 _NO_FILES = frozenset(
     {"autofs", "binfmt_misc", "bpf", "cgroup", "cgroup2", "configfs", "debugfs", "devpts", "devtmpfs", "efivarfs"}
@@ -166,11 +173,13 @@ def covered_folders(
 ) -> list[str]:
     """Return the folders in which a launch may change files, without subfolders that their overlays cover.
 
-    These are the non-system folders of ``/``, mounts below them, temporary folders, shared memory, and the folders in
-    the command, as far as this user may write to them. An overlay covers subfolders on the same file system; in a user
-    namespace not below a folder of another user, which it cannot copy.
+    These are the non-system folders of ``/``, ``/usr`` and ``/var``, mounts below them, temporary folders, shared
+    memory, and the folders in the command, as far as this user may write to them. An overlay covers subfolders on the
+    same file system; in a user namespace not below a folder of another user, which it cannot copy.
     """
     folders = [f"/{name}" for name in os.listdir("/") if name not in _SYSTEM]
+    for top, names_of_system in _SYSTEM_BELOW.items():
+        folders += [path for path in glob.glob(f"{top}/*") if os.path.basename(path) not in names_of_system]
     folders = [folder for folder in folders if os.path.isdir(folder) and not os.path.islink(folder)]
     temporary = {tempfile.gettempdir(), environ.get("TMPDIR", ""), "/tmp", "/var/tmp", _SHARED_MEMORY}
     folders += [cwd, environ.get("HOME", ""), *temporary, *named_folders(cwd, arguments, environ)]
