@@ -74,12 +74,14 @@ def test_what_a_shell_script_clears_stays_and_what_its_launch_names_is_kept(fold
     for name in ("runs/model.pt", "train.log", "old.json"):
         (folder / name).write_text("the user's")
     (folder / "train.sh").write_text(
-        "rm -rf runs; mkdir -p runs new/data; echo x > new/data/part; touch unnamed\n"
+        "rm -rf runs; mkdir -p runs new/data; echo x > new/data/part; echo x > unnamed; mkdir logs\n"
         "echo '{}' > new/made.json; echo '{}' > old.json; export DATA=$PWD/new/data\n"
         "deepspeed --num_gpus 2 train.py --out runs --log=train.log --config new/made.json --base=old.json "
         "> train.log\n"
     )
-    result = read(folder, "bash", "train.sh")
+    notices: list[str] = []
+    result = read(folder, "bash", "train.sh", notices=notices)
+    assert notices[1] == "It has made unnamed, which trials do not see: if training reads it, make it beforehand."
     assert result is not None
     assert result.args == ("--out", "runs", "--log=train.log", "--config", "new/made.json", "--base=old.json")
     assert [(folder / name).read_text() for name in ("runs/model.pt", "train.log")] == ["the user's"] * 2

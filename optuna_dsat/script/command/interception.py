@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -42,6 +42,9 @@ _ENTER = (
     "from optuna_dsat.runtime.isolation.world import run_apart; run_apart(*sys.argv[2:])"
 )
 """Code of the process that becomes a command in overlays."""
+_MOST_FOLDERS = 1000
+"""Maximum number of folders that are compared at a time."""
+_NO_DATA = frozenset({".git", "__pycache__"})
 _CONFIGS = frozenset({".json", ".hjson", ".yaml", ".yml", ".toml", ".py"})
 """Suffixes of files that a command may write anew each time, for the launch to read."""
 _REFUSED = re.compile(r"^[^:]*: error: |^(\w+\.)*\w+(Error|Exception): ")
@@ -256,6 +259,10 @@ def intercept(
     if launcher is None and (world.mode != "mount" or world.reason):
         on_notice(f"{line} wrote to your files until its launch, as no overlay can be mounted: {world.reason}.")
     result, *others = records
+    if unseen := result.get("unseen"):
+        on_notice(
+            f"It has made {', '.join(unseen)}, which trials do not see: if training reads it, make it beforehand."
+        )
     of_rank = result["environment"]
     ranks, nodes = ranks_of(of_rank)
     if ranks is None and others:
@@ -345,6 +352,7 @@ def _first_ranks(
                 groups.add(int(result["group"]))
                 if apart:
                     _keep_named(result)
+                    result["unseen"] = sorted(_unseen(Path(f"/proc/{result['process']}/root"), Path(result["folder"])))
                 if "launcher" in result or ranks_of(result["environment"])[0] is not None:
                     return [result]
                 time.sleep(min(max((time.monotonic() - started) / 2, _SHORTEST_WAIT_S), _LONGEST_WAIT_S))
@@ -381,6 +389,20 @@ def _keep_named(rank: Mapping[str, Any]) -> None:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 if not path.exists() or seen.read_bytes() not in (b"", path.read_bytes()):
                     shutil.copy(seen, path)
+
+
+def _unseen(root: Path, folder: Path) -> Iterator[str]:
+    """Yield what exists in a launch's folder only in the root of its overlays, unless empty as a log that is begun."""
+    ahead = [folder]
+    while ahead and len(ahead) < _MOST_FOLDERS:
+        above = ahead.pop(0)
+        with contextlib.suppress(OSError):  # not readable, or of a rank on another machine
+            for entry in os.scandir(root / above.relative_to("/")):
+                path, is_folder = above / entry.name, entry.is_dir(follow_symlinks=False)
+                if os.path.lexists(path):
+                    ahead += [path] if is_folder and entry.name not in _NO_DATA else []
+                elif any(os.scandir(entry)) if is_folder else entry.stat(follow_symlinks=False).st_size:
+                    yield str(path.relative_to(folder))
 
 
 def ranks_of(environment: Mapping[str, str]) -> tuple[int | None, int]:
