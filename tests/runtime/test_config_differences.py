@@ -292,6 +292,15 @@ def test_a_config_that_is_gone_is_the_launchs(files: Path) -> None:
             Path("other/gone/ds.json").read_text()
 
 
+def test_a_copy_in_the_folder_of_an_earlier_run_is_the_launchs_config_too(files: Path) -> None:
+    (files / "ds.json").write_text('{"train_batch_size": 8}')
+    (files / "other" / "kept.json").write_text('{\n  "train_batch_size": 8\n}\n')
+    with reads_redirected(user_config=str(files / "ds.json"), config=str(files / "trial.json")):
+        assert Path("other/kept.json").read_text() == "trial"
+        Path("other/kept.json").write_text("changed")
+        assert Path("other/kept.json").read_text() == "changed"
+
+
 def test_other_files_descriptors_and_writing_are_left_alone(files: Path) -> None:
     with reads_redirected(user_config=str(files / "ds.json"), config=str(files / "trial.json")):
         assert Path("other/ds.json").read_text() == "other"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import os
 import re
 import runpy
@@ -180,6 +181,8 @@ def is_same_file(candidate: str, path: str) -> bool:
 # instead.
 
 _WRITING = frozenset("wax+")
+_MOST_CHARS = 2**16
+"""Maximum size of a copy of the config; larger files are data."""
 
 
 @contextmanager
@@ -188,15 +191,21 @@ def reads_redirected(
 ) -> Iterator[None]:
     """Return a context in which opening the user's config for reading opens ``config``, that of the launch.
 
-    Covers ``open``, ``io.open`` and ``pathlib``. Writing and other files are unaffected, except for two comparisons of
-    file names. Whenever either file is opened for reading, ``on_read`` is called: with True if by the launch's path,
-    which scripts get as an argument, and with False if by the user's path.
+    So does opening a copy, as in the folder of an earlier run, with which some scripts compare their config. Covers
+    ``open``, ``io.open`` and ``pathlib``. Whenever either file is opened for reading, ``on_read`` is called: with True
+    if by the launch's path, which scripts get as an argument, and with False if by the user's path.
     """
     if not user_config:
         yield
         return
     real = io.open
     name, own_name = Path(user_config).name, Path(config).name
+    own, suffix = _content(user_config, real), Path(name).suffix
+
+    def is_copy(path: str | os.PathLike[str]) -> bool:
+        text = os.fspath(path)
+        is_alike = own and suffix and isinstance(text, str) and text.endswith(suffix) and Path(text).is_file()
+        return bool(is_alike and _content(text, real) == own)
 
     def redirected(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         if isinstance(file, (str, os.PathLike)) and not _WRITING & set(mode):
@@ -206,6 +215,9 @@ def reads_redirected(
                 on_read(False)
             elif _names(file, own_name, config):
                 on_read(True)
+            elif is_copy(file):
+                file = config
+                kwargs.pop("opener", None)
         return real(file, mode, *args, **kwargs)
 
     replace_function(io, "open", redirected)
@@ -213,6 +225,19 @@ def reads_redirected(
         yield
     finally:
         replace_function(io, "open", real)
+
+
+def _content(path: str, read: Callable[..., Any]) -> Any:
+    """Return the value in a JSON file, the beginning of another text; None if it cannot be read."""
+    try:
+        with read(path, encoding="utf-8") as opened:
+            text = opened.read(_MOST_CHARS)
+    except (OSError, ValueError):
+        return None
+    try:
+        return json.JSONDecoder().decode(text)  # json.loads is watched
+    except ValueError:
+        return text
 
 
 def _names(file: str | os.PathLike[str], name: str, user_config: str) -> bool:
