@@ -1,8 +1,9 @@
 """Classifies an exception as an outcome.
 
 The exception's type is checked first. Its message (never a log) is read only for ``RuntimeError``, which torch, gloo,
-NCCL, Triton and the CUDA libraries raise for any failure. The messages were collected from torch 2.13, NCCL 2.29,
-cuDNN 9, Triton 3 and DeepSpeed 0.19, and from issues of projects that use them.
+NCCL, Triton and the CUDA libraries raise for any failure, and for a device's out-of-memory, which scripts re-raise in
+exceptions of their own. The messages were collected from torch 2.13, NCCL 2.29, cuDNN 9, Triton 3 and DeepSpeed 0.19,
+and from issues of projects that use them.
 
 Out-of-memory takes precedence over the exception's type: NCCL's ``DistBackendError`` for a failed allocation is not a
 communication error. Failure to pin memory is host out-of-memory, although CUDA reports it like device out-of-memory.
@@ -96,6 +97,10 @@ _BUILD_CAUSES = (
 """Match a missing compiler, else the first error of a compiler or linker."""
 
 
+_SCHEDULE_ENDED = re.compile(r"Tried to step \d+ times\. The specified number of total steps is \d+")
+"""``OneCycleLR`` of torch, made for fewer steps than a launch takes: at a larger batch the data give no more."""
+
+
 class TooFewSamplesError(ValueError):
     """The training data are fewer than a batch of the launch's size."""
 
@@ -125,7 +130,8 @@ def diagnose(error: BaseException, *, phase: str, device: str, limited: bool) ->
         return Diagnosis(outcome=Outcome.COMMUNICATION_ERROR, missing_bytes=None)
     # An iterator of the script may be exhausted, e.g. a loader that drops its only, incomplete batch.
     cause = error.__cause__ if isinstance(error, RuntimeError) else error
-    if isinstance(error, TooFewSamplesError) or isinstance(cause, StopIteration):
+    is_over = isinstance(error, ValueError) and _SCHEDULE_ENDED.match(message_of(error))
+    if is_over or isinstance(error, TooFewSamplesError) or isinstance(cause, StopIteration):
         return Diagnosis(outcome=Outcome.OUT_OF_DATA, missing_bytes=None)
     if isinstance(error, CheckpointingError) or _is_config_rejection(error, phase):
         return Diagnosis(outcome=Outcome.INVALID_CONFIG, missing_bytes=None)
@@ -207,7 +213,7 @@ def _memory_outcome(error: BaseException, *, on_cpu: bool, limited: bool) -> Out
         # Under a tight limit, C code that fails to allocate sometimes returns without setting an exception.
         return host if limited and "without exception set" in message else None
     if not isinstance(error, RuntimeError):
-        return None
+        return Outcome.OUT_OF_MEMORY if _DEVICE_MEMORY.search(message) else None
     if any(sign in message for sign in _HOST_MEMORY):
         return host
     if _PINNED_BY_NCCL in message or (_ALLOCATION_FAILED.search(message) and _is_pinned_allocation(error)):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.optim.lr_scheduler import OneCycleLR
 
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.failure import (
@@ -71,6 +72,7 @@ class DeepSpeedConfigError(Exception):
         (ConnectionResetError("reset"), LOST, LOST),
         (DeepSpeedConfigError("bad"), REFUSED, REFUSED),
         (RuntimeError("out of memory is what I fear"), BROKEN, BROKEN),
+        (ValueError("step 3 failed: CUDA out of memory. Tried to allocate 2.00 GiB"), OOM, OOM),
         (RuntimeError("shapes cannot be multiplied"), BROKEN, BROKEN),
         (AssertionError("mine"), BROKEN, BROKEN),
         (OSError(errno.ENOENT, "No such file"), BROKEN, BROKEN),
@@ -276,7 +278,13 @@ def test_data_that_fill_no_batch_are_out_of_data() -> None:
     short = TooFewSamplesError("The training data has 3 samples: too few for a batch of 8")
     in_generator = RuntimeError("generator raised StopIteration")
     in_generator.__cause__ = StopIteration()
-    for error in (short, StopIteration(), in_generator):
+    schedule = OneCycleLR(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0), max_lr=1.0, total_steps=2)
+    schedule.optimizer.step()
+    schedule.step()
+    schedule.step()
+    with pytest.raises(ValueError, match="Tried to step") as ended:
+        schedule.step()
+    for error in (short, StopIteration(), in_generator, ended.value):
         assert diagnose(error, phase="between", device="cpu", limited=False).outcome is Outcome.OUT_OF_DATA
     assert diagnose(ValueError("another"), phase="between", device="cpu", limited=False).outcome is BROKEN
 
