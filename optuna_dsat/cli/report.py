@@ -31,11 +31,9 @@ from optuna_dsat.escape.terminal import say, say_prose
 from optuna_dsat.study.options.declaration import DEFAULT_STORAGE
 
 if TYPE_CHECKING:
-    from optuna_dsat.report.dashboard.publish import Published
     from optuna_dsat.report.explain.explanation import Explanation
     from optuna_dsat.report.explain.prediction_gap import PredictionGap
     from optuna_dsat.report.view import StudyView
-    from optuna_dsat.store import Store
 
 _ELSEWHERE = re.compile(r"(?P<name>[^/]+)@(?P<url>[a-z][\w+]*://.*)", re.DOTALL)
 """A study in another database. Study names contain no slash."""
@@ -180,9 +178,6 @@ def _print_factors(explanation: Explanation) -> None:
         print_table(("setting", "yours", "winner's", "factor", "95% interval", "by"), rows)
 
 
-_MOST_NAMED = 5
-
-
 def dashboard(
     name: LatestName = None,
     storage: Storage = DEFAULT_STORAGE,
@@ -194,27 +189,27 @@ def dashboard(
 ) -> None:
     """Show a study in the browser while it is searched: what runs now, and the report, kept up to date.
 
-    Nothing can be changed there. With --optuna-dashboard that is served as well, with notes, plots, logs and configs.
+    Nothing can be changed there. With --optuna-dashboard that is served as well, with notes and plots.
     """
     from optuna_dsat.report.dashboard.live import LiveStudy
     from optuna_dsat.report.dashboard.live_app import beside, guarded, is_loopback, live_app, optuna_app, serve
-    from optuna_dsat.report.dashboard.publish import require_installed
+    from optuna_dsat.report.dashboard.publish import publish, require_installed
 
     if optuna_dashboard:
         require_installed()
     with opened(storage, name) as (store, name):
         app = live_app(LiveStudy(store, name))
-        published = _publish(store, name) if optuna_dashboard else None
-        if published is not None:
-            app = beside(app, optuna_app(store, published.store))
+        study_id = publish(store, name) if optuna_dashboard else None
+        if study_id is not None:
+            app = beside(app, optuna_app(store))
         if not is_loopback(host):
             what = "read and delete studies: optuna-dashboard" if optuna_dashboard else "read this study: the page"
             notify(f"Whoever reaches {host} can {what} asks for no password.")
 
         def show_address(result: int) -> None:
             say(page_address(host, result))
-            if published is not None:
-                say(page_address(host, result, "dashboard", "studies", published.study_id))
+            if study_id is not None:
+                say(page_address(host, result, "dashboard", "studies", study_id))
                 notify("The first page follows the study; start again to have its notes for optuna-dashboard anew.")
             notify("Press Ctrl-C to end.")
 
@@ -222,15 +217,3 @@ def dashboard(
             serve(guarded(app, host=host), host=host, port=port, on_ready=show_address)
         except KeyboardInterrupt:
             notify("Ended.")
-
-
-def _publish(store: Store, name: str) -> Published:
-    """Write notes, plots and artifacts for optuna-dashboard, and report omissions."""
-    from optuna_dsat.report.dashboard.publish import publish
-
-    published = publish(store, name)
-    if published.store is None:
-        notify("The folder of the study's files is not on this machine: logs and configs are not offered.")
-    if published.refused:
-        notify(f"Left out, as they lead out of the study's folder: {', '.join(published.refused[:_MOST_NAMED])}.")
-    return published

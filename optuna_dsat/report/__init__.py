@@ -3,8 +3,7 @@
 ``view`` reads a study once. Pure functions of a view are ``figures`` (plotly), ``facts``, ``cards``, ``explain.why``
 and ``dashboard.notes``. ``page`` renders them; ``write`` writes the page, or that of several studies, to a file.
 ``dashboard.live`` renders a study again as it changes, ``dashboard.live_app`` serves it and optuna-dashboard over HTTP,
-``launch_files`` links configs and logs. ``dashboard.publish`` and ``dashboard.artifacts`` write notes, plots and logs
-for optuna-dashboard.
+``launch_files`` links configs and logs. ``dashboard.publish`` writes notes and plots for optuna-dashboard.
 ``explain.explanation`` explains the winner, ``explain.proposals`` proposes changes and purchases.
 
 Imports: runtime, config, trials, cost, pruners, guided, launch, store, study. Called by: tuning, cli.

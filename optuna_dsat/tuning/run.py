@@ -215,13 +215,13 @@ def train_with_best(run: StudyRun, result: StudyResult, *, stdout: TextIO | None
 
 
 def fill_dashboard(store: Store, name: str, observer: Observer) -> None:
-    """Write notes and plots for optuna-dashboard if it is installed; logs are copied when the dashboard starts."""
+    """Write notes and plots for optuna-dashboard if it is installed."""
     from optuna_dsat.report.dashboard.publish import is_installed, publish
 
     if not is_installed():
         return
     try:
-        publish(store, name, artifacts=False)
+        publish(store, name)
     except Exception as error:  # noqa: BLE001 - a failing note must not lose the result
         observer(Message(text=f"optuna-dashboard's notes and plots could not be written: {error}"))
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import io
 import json
 import socket
 import sys
@@ -10,16 +9,13 @@ from typing import Any
 
 import psutil
 import pytest
-from optuna.storages import RDBStorage
 from sqlalchemy import make_url
 
 from optuna_dsat.errors import UsageError
-from optuna_dsat.report.dashboard.artifacts import artifacts_of, tail
-from optuna_dsat.report.dashboard.live_app import ServedArtifacts
+from optuna_dsat.report.dashboard.live_app import tail
 from optuna_dsat.report.dashboard.publish import MEMORY_PLOT, METRIC_PLOT, publish
 from optuna_dsat.store import Store
 from optuna_dsat.study.stored import record_of
-from optuna_dsat.trials import attributes
 from tests.harness.entry_points import leave
 from tests.harness.landscapes import Hill
 from tests.harness.reports import ReportedStudyBench, serving
@@ -32,79 +28,19 @@ def study_attributes(bench: ReportedStudyBench) -> dict[str, Any]:
     return dict(study._storage.get_study_system_attrs(study._study_id))
 
 
-def artifact_names(bench: ReportedStudyBench, prefix: str) -> list[str]:
-    records = [json.loads(value) for key, value in study_attributes(bench).items() if key.startswith(prefix)]
-    return sorted(record["filename"] for record in records if record is not None)
-
-
 def test_a_finished_study_has_its_notes_and_plots_already(finished: ReportedStudyBench) -> None:
     assert "## Memory" in dashboard.get_note(finished.study())
     keys = study_attributes(finished)
     assert f"dashboard:plot_data:{METRIC_PLOT}:0" in keys
     assert f"dashboard:plot_data:{MEMORY_PLOT}:0" in keys
     assert keys["study:metric_names"] == ["throughput in the search"]
-    assert not [key for key in keys if "artifacts:" in key]
-
-
-def test_every_trial_has_its_config_and_every_ranks_log(finished: ReportedStudyBench) -> None:
-    publish(finished.store, "s")
-    trial = finished.study().trials[0]
-    names = artifact_names(finished, f"dashboard:artifacts:{trial._trial_id}:")
-    launches = [row.report.launch_id for row in finished.view().reports[trial.number]]
-    assert len(launches) > 1, "it was confirmed as well"
-    logs = [f"{launch}.rank{rank}.stderr.log" for launch in launches for rank in (0, 1)]
-    assert names == sorted(["ds_config.json", *logs])
-    assert "best_ds_config.json" in artifact_names(finished, "artifacts:")
-    assert "profile.rank1.stderr.log" in artifact_names(finished, "artifacts:")
-    view = finished.view()
-    configs = [a for a in artifacts_of(view) if a.trial_id == trial._trial_id and a.filename == "ds_config.json"]
-    assert json.loads(configs[0].content) == trial.user_attrs[attributes.CONFIG]
 
 
 def test_publishing_again_changes_nothing(finished: ReportedStudyBench) -> None:
     publish(finished.store, "s")
     before = study_attributes(finished)
-    files = sorted((finished.folder / "out" / "s" / "artifacts").iterdir())
-    assert len(files) > 16
     publish(finished.store, "s")
     assert study_attributes(finished) == before
-    assert sorted((finished.folder / "out" / "s" / "artifacts").iterdir()) == files
-
-
-def test_a_changed_log_replaces_the_old_artifact(finished: ReportedStudyBench) -> None:
-    publish(finished.store, "s")
-    prefix = f"dashboard:artifacts:{finished.study().trials[0]._trial_id}:"
-    names = artifact_names(finished, prefix)
-    count = len(list((finished.folder / "out" / "s" / "artifacts").iterdir()))
-    finished.log("trial-0000").write_text("another end\n")
-    publish(finished.store, "s")
-    assert artifact_names(finished, prefix) == names
-    contents = [path.read_text() for path in (finished.folder / "out" / "s" / "artifacts").iterdir()]
-    assert len(contents) == count
-    assert "another end\n" in contents
-    assert "trial-0000 rank 0\n" not in contents
-
-
-def test_a_process_that_is_killed_before_it_removes_an_old_log_lets_the_next_do_it(
-    finished: ReportedStudyBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    publish(finished.store, "s")
-    prefix = f"dashboard:artifacts:{finished.study().trials[0]._trial_id}:"
-    names, write = artifact_names(finished, prefix), RDBStorage.set_study_system_attr
-
-    def killed(storage: RDBStorage, study_id: int, key: str, value: Any) -> None:
-        if value == "null":
-            raise KeyboardInterrupt
-        write(storage, study_id, key, value)
-
-    finished.log("trial-0000").write_text("another end\n")
-    with monkeypatch.context() as patch:
-        patch.setattr(RDBStorage, "set_study_system_attr", killed)
-        with pytest.raises(KeyboardInterrupt):
-            publish(finished.store, "s")
-    assert len(artifact_names(finished, prefix)) == len(names) + 1
-    publish(finished.store, "s")
-    assert artifact_names(finished, prefix) == names
 
 
 def test_text_that_people_added_survives_publishing_again(finished: ReportedStudyBench) -> None:
@@ -116,14 +52,6 @@ def test_text_that_people_added_survives_publishing_again(finished: ReportedStud
     note = dashboard.get_note(finished.study())
     assert "16 of 20 launches" in note
     assert note.rstrip().endswith("buy more memory")
-
-
-def test_logs_are_served_without_secrets_and_what_is_no_text_as_it_is(tmp_path: Path) -> None:
-    store = ServedArtifacts(tmp_path)
-    store.write("log", io.BytesIO(b"\xff --hf-token s3cret99 step 1\n"))
-    store.write("image", io.BytesIO(b"\0--hf-token s3cret99"))
-    with store.open_reader("log") as log, store.open_reader("image") as image:
-        assert (log.read(), image.read()) == (b"\xff --hf-token *** step 1\n", b"\0--hf-token s3cret99")
 
 
 def test_of_a_long_log_the_end_is_kept_and_the_rest_is_named(finished: ReportedStudyBench) -> None:
@@ -176,14 +104,6 @@ def test_a_taken_port_is_refused(finished: ReportedStudyBench, capsys: pytest.Ca
         port = taken.getsockname()[1]
         assert leave("dashboard", "s", "--storage", finished.url, "--port", str(port)) == 2
     assert f"Cannot listen on 127.0.0.1:{port}: Address already in use." in capsys.readouterr().err
-
-
-def test_without_the_output_directory_no_artifact_is_offered_and_none_is_made(finished: ReportedStudyBench) -> None:
-    moved = finished.folder / "elsewhere"
-    (finished.folder / "out").rename(moved)
-    published = publish(finished.store, "s")
-    assert published.store is None
-    assert not (finished.folder / "out").exists()
 
 
 @pytest.mark.postgres

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from markdown_it import MarkdownIt
 
-from optuna_dsat.report.dashboard.artifacts import artifacts_of
 from optuna_dsat.report.dashboard.live import LiveStudy
 from optuna_dsat.report.dashboard.notes import study_note, trial_note
 from optuna_dsat.report.page import render
@@ -192,28 +191,6 @@ def test_notes_hold_no_image_link_or_html(hostile: Path) -> None:
     assert any("evil.invalid" in note for note in notes), "as text"
 
 
-def test_what_the_dashboard_is_given_is_the_studys_own(hostile: Path, tmp_path: Path) -> None:
-    pytest.importorskip("optuna_dashboard", reason="optuna-dashboard is not installed")
-    from optuna_dsat.report.dashboard.publish import publish
-
-    folder = hostile / "out" / NAME
-    with Store.open(f"sqlite:///{hostile / 'study.db'}") as store:
-        view = read_view(store, NAME)
-        launch = next(row.report.launch_id for row in view.launches)
-        log = folder / launch / "logs" / "rank0.stderr.log"
-        log.unlink()
-        log.symlink_to(tmp_path / "secret.log")
-        shutil.rmtree(folder / "trial-0003")
-        (folder / "trial-0003").symlink_to(tmp_path, target_is_directory=True)
-        (tmp_path / "logs").mkdir()
-        (tmp_path / "logs" / "rank0.stderr.log").write_text("secret")
-        published = publish(store, NAME)
-        contents = [item.content for item in artifacts_of(read_view(store, NAME))]
-    assert contents
-    assert b"secret" not in contents
-    assert {f"{launch}/logs/rank0.stderr.log", "trial-0003/logs/rank0.stderr.log"} <= set(published.refused)
-
-
 def test_a_folder_that_is_not_the_studys_is_neither_read_nor_written(
     hostile: Path, run_here: Run, tmp_path: Path
 ) -> None:
@@ -228,7 +205,6 @@ def test_a_folder_that_is_not_the_studys_is_neither_read_nor_written(
     with Store.open(f"sqlite:///{hostile / 'study.db'}") as store:
         view = read_view(store, NAME)
     assert view.folder is None
-    assert not [item for item in artifacts_of(view) if item.filename.endswith(".log")]
     ended = run_here("report", NAME, "--storage", f"sqlite:///{hostile / 'study.db'}")
     assert ended.returncode == 0, ended.stderr
     assert (foreign / "report.html").read_text() == "mine"

@@ -6,24 +6,25 @@ read it through a domain that resolves to this machine. Configs and logs of laun
 
 from __future__ import annotations
 
-import io
+import errno
 import ipaddress
 import json
+import os
 import socket
+import stat
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from http import HTTPStatus
+from pathlib import Path
 from socketserver import ThreadingMixIn
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from optuna.artifacts import FileSystemArtifactStore
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.errors import DsatError, UnreadableStudyError, UsageError
 from optuna_dsat.escape.terminal import one_line
-from optuna_dsat.report.dashboard.artifacts import log_without_secrets, tail
 from optuna_dsat.report.dashboard.live import LiveStudy
 from optuna_dsat.report.launch_files import LIVE_FILES, file_of
 from optuna_dsat.report.template import PLOTLY, asset
@@ -157,10 +158,41 @@ def _file(study: LiveStudy, launch_id: str, name: str) -> _Answer:
             data: Mapping[str, Any] = hidden_data(json.loads(content))
             content = (json.dumps(data, indent=2) + "\n").encode()
         else:
-            content = log_without_secrets(content)
+            content = _log_without_secrets(content)
     except (OSError, ValueError, RecursionError):
         return _refused(HTTPStatus.NOT_FOUND, "The file cannot be read.")
     return HTTPStatus.OK, _TEXT, content
+
+
+_LOG_LIMIT_BYTES = 256 * 1024
+"""Longer logs are cut to their end."""
+
+
+def tail(path: Path, limit_bytes: int = _LOG_LIMIT_BYTES) -> bytes:
+    """Return the end of a file from the start of a line, after a line with the omitted size, or all of it.
+
+    Raises:
+        OSError: If it cannot be read, is a link or is not a regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "no regular file", str(path))
+        size = status.st_size
+        if size <= limit_bytes:
+            return file.read()
+        file.seek(size - limit_bytes)
+        kept = file.read(limit_bytes)
+    kept = kept[kept.find(b"\n") + 1 :]
+    return f"[the first {size - len(kept)} bytes are left out; the whole log: {path}]\n".encode() + kept
+
+
+def _log_without_secrets(content: bytes) -> bytes:
+    """Return the end of a log as served to others; binary content is unchanged."""
+    if b"\0" in content:
+        return content
+    return hidden_text(content.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape")
 
 
 _ASSETS = {"plotly.js": PLOTLY, "report.js": "report.js", "live.js": "live.js"}
@@ -198,15 +230,6 @@ class ResultStorage(RetryingStorage):
         return super().get_best_trial(study_id) if best is None else best.trial
 
 
-class ServedArtifacts(FileSystemArtifactStore):
-    """A folder of artifacts whose logs are served without secrets printed by a script; files are unchanged."""
-
-    def open_reader(self, artifact_id: str) -> BinaryIO:
-        """Return the content of an artifact."""
-        with super().open_reader(artifact_id) as file:
-            return io.BytesIO(log_without_secrets(file.read()))
-
-
 class _Server(ThreadingMixIn, WSGIServer):
     """Serves each request in a separate daemon thread."""
 
@@ -228,12 +251,11 @@ class _Quiet(WSGIRequestHandler):
         """Discard the message."""
 
 
-def optuna_app(store: Store, artifacts: FileSystemArtifactStore | None) -> WSGIApplication:
-    """Return optuna-dashboard, with a store of artifacts if any."""
+def optuna_app(store: Store) -> WSGIApplication:
+    """Return optuna-dashboard."""
     from optuna_dashboard import wsgi
 
-    served = None if artifacts is None else ServedArtifacts(artifacts._base_path)
-    app: WSGIApplication = wsgi(ResultStorage(store), artifact_store=served)
+    app: WSGIApplication = wsgi(ResultStorage(store))
     return app
 
 

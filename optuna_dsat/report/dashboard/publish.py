@@ -1,4 +1,4 @@
-"""Publishes a study to optuna-dashboard: notes, plots, metric name, artifacts.
+"""Publishes a study to optuna-dashboard: notes, plots, metric name, result.
 
 Everything is kept in the study's own storage, so any optuna-dashboard shows it, regardless of how it was started.
 Publishing again changes nothing unless the study has changed, and keeps text that users added below a note's last line.
@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from dataclasses import dataclass
 from typing import Any
 
 import optuna
-from optuna.artifacts import FileSystemArtifactStore
 from optuna.exceptions import ExperimentalWarning
 from optuna.trial import Trial
 
 from optuna_dsat.errors import UsageError
 from optuna_dsat.escape.html import safe_figure
-from optuna_dsat.escape.paths import OutsideError, held_inside
 from optuna_dsat.escape.shell import install_command
-from optuna_dsat.report.dashboard.artifacts import FOLDER, artifacts_of, save_artifacts
 from optuna_dsat.report.dashboard.notes import keep_own_text, study_note, trial_note
 from optuna_dsat.report.figures import history_of, metric_figure, plot_memory
 from optuna_dsat.report.view import StudyView, read_view
@@ -32,18 +28,6 @@ from optuna_dsat.trials import attributes
 METRIC_PLOT = "metric-over-micro-batch"
 MEMORY_PLOT = "predicted-and-measured-memory"
 """Ids under which optuna-dashboard keeps the plots."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Published:
-    """Summary of the written data."""
-
-    study_id: int
-    """Optuna's id of the study, part of its page's address."""
-    store: FileSystemArtifactStore | None
-    """Store of the artifacts; None if the folder of the study's files is not on this machine."""
-    refused: tuple[str, ...] = ()
-    """Files that were not copied because they are links out of that folder."""
 
 
 class _CachedAttributes(RetryingStorage):
@@ -78,23 +62,8 @@ def require_installed() -> None:
         raise UsageError(f"optuna-dashboard is not installed: {install_command('optuna-dsat[dashboard]')}")
 
 
-def artifact_store(view: StudyView) -> FileSystemArtifactStore | None:
-    """Return the store of a study's artifacts, else ``UsageError``; None if its folder is not on this machine."""
-    if view.folder is None:
-        return None
-    folder = view.folder / FOLDER
-    try:
-        held_inside(view.folder, FOLDER)
-        folder.mkdir(exist_ok=True)
-    except OutsideError as error:
-        raise UsageError(f"The folder for the artifacts is not used: {error}.") from None
-    except OSError as error:
-        raise UsageError(f"Cannot make the folder {folder} for the artifacts: {error.strerror}.") from error
-    return FileSystemArtifactStore(str(folder))
-
-
-def publish(store: Store, name: str, *, artifacts: bool = True) -> Published:
-    """Write a study's notes, plots and, with ``artifacts``, logs and configs for optuna-dashboard.
+def publish(store: Store, name: str) -> int:
+    """Write a study's notes, plots and result for optuna-dashboard; return Optuna's id of the study.
 
     Raises:
         UsageError: If the study does not exist, or optuna-dashboard is not installed.
@@ -112,17 +81,7 @@ def publish(store: Store, name: str, *, artifacts: bool = True) -> Published:
         warnings.simplefilter("ignore", ExperimentalWarning)
         study.set_metric_names([f"{view.metric} in the search"])
     _save_result(study, view)
-    files = artifact_store(view) if artifacts else None
-    refused: list[str] = []
-    if files is not None:
-        save_artifacts(
-            study,
-            view.record.uuid,
-            artifacts_of(view, refused.append),
-            files,
-            read_attributes=lambda: store.storage.get_study_system_attrs(study._study_id),
-        )
-    return Published(study_id=study._study_id, store=files, refused=tuple(dict.fromkeys(refused)))
+    return study._study_id
 
 
 def _save_result(study: optuna.Study, view: StudyView) -> None:
