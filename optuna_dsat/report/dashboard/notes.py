@@ -15,7 +15,6 @@ from optuna_dsat.report.facts import (
     MEANING,
     advice_on,
     fruitless_in_words,
-    memory_table,
     next_steps,
     outcome_counts,
     script_command_line,
@@ -28,17 +27,11 @@ from optuna_dsat.secrecy.shapes import hidden_data
 from optuna_dsat.study.confirm.measured import Measured, configuration_of
 from optuna_dsat.study.confirm.speeds import speed_of
 from optuna_dsat.study.confirm.words import how_known, verdict_in_words
-from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.trials import attributes
-from optuna_dsat.trials.lineage import MICRO_BATCH
 from optuna_dsat.words import (
     bytes_in_words,
-    choices_in_words,
-    combinations_in_words,
     duration_in_words,
-    flops_in_words,
     metric_in_words,
-    params_in_words,
     slot_time_in_words,
     steps_in_words,
     things_in_words,
@@ -50,17 +43,13 @@ OWN_TEXT = "*Written by optuna-dsat, anew at every refresh. What you write below
 WHOLE_CHARS = 2**17
 """Maximum length of a config or list of commands in a note; longer texts were not written by this program."""
 
-_MAX_CHOICES = 8
 _LINE_CHARS = 80
 """Maximum length of a command line, in characters."""
 
 
 def study_note(view: StudyView) -> str:
-    """Return the note of a study: best config, tuned settings, model, memory, outcomes, next commands."""
+    """Return the note of a study: best config, tuned settings, outcomes, next commands."""
     parts = [f"# {literal(view.spec.name)}", _progress(view), "## Best", _best(view), "## What was tuned", _tuned(view)]
-    if view.profiled is not None:
-        parts += ["### Search space", _space(view), "## Model and hardware", _profile(view.profiled)]
-        parts += ["## Memory", _memory(view)]
     parts += ["## Outcomes", _outcomes(view), "## How to go on", _commands(view)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -119,51 +108,6 @@ def _searched(view: StudyView, measured: Measured) -> str:
 def _tuned(view: StudyView) -> str:
     paths = {"Script": code(script_command_line(view)), "Files": code(str(view.spec.study_dir))}
     return table(("", ""), list((dict(tuned(view)) | paths).items()))
-
-
-def _space(view: StudyView) -> str:
-    space = view.space
-    rows = [
-        (code(row.knob), row.role, row.where, _choices(row.choices))
-        for row in space.describe()
-        if row.choices and row.knob != MICRO_BATCH
-    ]
-    low, high = space.micro_batches
-    rows.append((code(MICRO_BATCH), "searched", "always", choices_in_words((low, high), as_range=True)))
-    count = combinations_in_words(space.classes())
-    return table(("knob", "role", "where it applies", "choices"), rows) + f"\n\n{count}"
-
-
-def _choices(choices: tuple[object, ...]) -> str:
-    shown = choices_in_words(choices[:_MAX_CHOICES])
-    return shown + (f" and {len(choices) - _MAX_CHOICES} more" if len(choices) > _MAX_CHOICES else "")
-
-
-def _profile(profiled: Profiled) -> str:
-    profile, name = profiled.profile, f"parameters{' in one pipeline stage' if profiled.pipeline else ''}"
-    flops = flops_in_words(profile.flops_per_sample) if profile.flops_per_sample > 0 else "could not be counted"
-    rows = [
-        (name, f"{params_in_words(profile.params)}, {params_in_words(profile.trainable_params)} trainable"),
-        ("activations", f"{bytes_in_words(profile.activation_bytes_per_sample)} per sample"),
-        ("FLOPs", flops if profile.flops_per_sample <= 0 else f"{flops} per sample"),
-        ("optimizer", profile.optimizer or "not known"),
-        ("host memory", bytes_in_words(profile.host_memory_bytes)),
-        ("measured with", profiled.measured_with),
-    ]
-    return table(("", ""), rows)
-
-
-def _memory(view: StudyView) -> str:
-    rows = [
-        (row.words, bytes_in_words(row.device_bytes), bytes_in_words(row.host_bytes), row.ran, row.too_large)
-        for row in memory_table(view)
-    ]
-    headings = ("", "per rank at micro-batch 1", "host at micro-batch 1", "largest that ran", "smallest out of memory")
-    text = (
-        "Bytes are predicted by the memory model's formulas, with your other settings and without any correction by "
-        "launches; the micro-batches that ran or ran out of memory come from the trials."
-    )
-    return table(headings, rows) + f"\n\n{text}"
 
 
 def _outcomes(view: StudyView) -> str:
