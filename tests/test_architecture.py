@@ -264,7 +264,7 @@ def test_the_way_of_one_trial_is_told_in_fifteen_modules() -> None:
 
 ON_THE_PATH_OF_SCRIPTS = (
     *("runtime.__main__", "runtime.agent.torchrun", "runtime.agent.fork_server", "runtime.agent.operators"),
-    *("integrations.huggingface", "integrations.deepspeed_trial.__main__", "doctor.probe", "doctor.config_probe"),
+    *("integrations.huggingface", "integrations.deepspeed_trial.__main__", "doctor.probe"),
 )
 """Modules that run with the interpreter of a script."""
 OF_SCRIPTS = {"accelerate", "deepspeed", "hjson", "numpy", "torch", "transformers", "yaml"}

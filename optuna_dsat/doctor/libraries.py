@@ -51,21 +51,18 @@ def ask(*, cpu: bool, python: str = sys.executable, environ: Mapping[str, str] |
     base = dict(os.environ if environ is None else environ)
     if cpu:
         base.setdefault("DS_ACCELERATOR", "cpu")
-    facts = run_probe("optuna_dsat.doctor.probe", environ=base, python=python)
+    facts = _probed(python=python, environ=base)
     facts = {"torch": facts} if "error" in facts else facts
     return Libraries(torch=facts["torch"], deepspeed=facts.get("deepspeed", {"error": "torch cannot be imported"}))
 
 
-def run_probe(module: str, *, python: str, environ: Mapping[str, str], given: Any = None) -> dict[str, Any]:
-    """Return the JSON output of a module that imports torch and DeepSpeed; ``error`` if it ends without output.
-
-    It is run by ``python`` in ``environ``, with ``given`` as JSON on its stdin.
-    """
+def _probed(*, python: str, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return the output of ``probe``, run by ``python`` in ``environ``; ``error`` if it ends without output."""
     try:
         done = subprocess.run(
-            module_command(python, module),
+            module_command(python, "optuna_dsat.doctor.probe"),
             env={**environ, "PYTHONPATH": with_package(environ.get("PYTHONPATH"))},
-            input=json.dumps(given),
+            stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             timeout=_PROBE_TIMEOUT_S,

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ def _torch() -> dict[str, Any]:
         import torch
         import torch.distributed as dist
     except Exception as error:  # noqa: BLE001 - any error of a broken installation is the answer
-        return {"error": reason(error)}
+        return {"error": _reason(error)}
     facts: dict[str, Any] = {
         "version": torch.__version__,
         "cuda": torch.version.cuda,
@@ -53,7 +52,7 @@ def _torch() -> dict[str, Any]:
             facts["architectures"] = torch.cuda.get_arch_list()
             facts["capabilities"] = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
         except Exception as error:  # noqa: BLE001 - likewise
-            facts["cuda_error"] = reason(error)
+            facts["cuda_error"] = _reason(error)
         facts["toolkit"] = _toolkit()
     return facts
 
@@ -70,7 +69,7 @@ def _toolkit() -> dict[str, Any]:
         command = [str(Path(CUDA_HOME, "bin", "nvcc")), "--version"]
         output = subprocess.run(command, capture_output=True, text=True, timeout=_NVCC_TIMEOUT_S, check=True).stdout
     except Exception as error:  # noqa: BLE001 - likewise
-        return {**facts, "why_not": reason(error)}
+        return {**facts, "why_not": _reason(error)}
     release = re.search(r"release (\d+(?:\.\d+)*)", output)
     return {**facts, "version": release and release.group(1), "why_not": "" if release else "nvcc tells no version"}
 
@@ -80,7 +79,7 @@ def _deepspeed() -> dict[str, Any]:
         import deepspeed
         from deepspeed.accelerator import get_accelerator
     except Exception as error:  # noqa: BLE001 - likewise
-        return {"error": reason(error)}
+        return {"error": _reason(error)}
     accelerator = get_accelerator()
     operators: dict[str, Any] = {}
     for name in _OPERATORS:
@@ -93,7 +92,7 @@ def _deepspeed() -> dict[str, Any]:
                 "installed": bool(deepspeed.git_version_info.installed_ops.get(getattr(builder, "NAME", ""), False)),
             }
         except Exception as error:  # noqa: BLE001 - likewise
-            operators[name] = {"compatible": False, "why_not": reason(error)}
+            operators[name] = {"compatible": False, "why_not": _reason(error)}
     return {
         "version": deepspeed.__version__,
         "accelerator": accelerator.device_name(),
@@ -110,23 +109,23 @@ def _why_not(builder: Any) -> str:
     return messages[0] if messages else str(getattr(builder, "error_log", None) or "")
 
 
-def reason(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     """Return an error's type and the first line of its message."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0] if text else ''}".rstrip(": ")
 
 
-def print_alone(probed: Callable[[], dict[str, Any]]) -> None:
-    """Print a result as a line of JSON to the real stdout, without output of the libraries, and exit."""
+def _print_alone() -> None:
+    """Print the result as a line of JSON to the real stdout, without output of the libraries, and exit."""
     out = os.dup(1)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         silent = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silent, 1)
         os.dup2(silent, 2)
-        facts = probed()
+        facts = probe()
     os.write(out, f"{json.dumps(facts)}\n".encode())
     os._exit(0)  # skips the teardown of native libraries
 
 
 if __name__ == "__main__":
-    print_alone(probe)
+    _print_alone()

@@ -18,7 +18,6 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     for panel, entries in {
         "Before a search": {
             "doctor": ("doctor", "doctor"),
-            "check": ("doctor", "check"),
             "plan": ("plan", "plan"),
             "init": ("init", "init"),
         },
@@ -59,9 +58,6 @@ SEARCHES = frozenset(name for name, (_, module, _) in COMMANDS.items() if module
 
 TAKE_LAUNCHER = SEARCHES | {"doctor"}
 """Commands whose options may be followed by a training command with its launcher."""
-
-_TAKE_COMMAND = ("check",)
-"""Commands whose options precede their arguments, which end with a training command."""
 
 
 class Catalogue(HelpGroup):
@@ -111,6 +107,5 @@ def _build(name: str, panel: str, module: str, attribute: str) -> Any:
         assert isinstance(command, HelpCommand)
         command.first = first_options(result)
         command.takes_launcher = name in TAKE_LAUNCHER
-        command.allow_interspersed_args = name not in _TAKE_COMMAND
     command.rich_help_panel = panel  # type: ignore[attr-defined]
     return command

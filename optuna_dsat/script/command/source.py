@@ -70,12 +70,6 @@ def starts_own_ranks(script: str, *, is_module: bool, cwd: Path, python: str | N
     )
 
 
-def imported_packages(script: str, *, is_module: bool, cwd: Path, python: str | None = None) -> set[str]:
-    """Return the packages imported by a script and by user files that it imports."""
-    files = _files(script, is_module=is_module, cwd=cwd, python=python)
-    return {name.partition(".")[0] for _, imported in files for name in imported}
-
-
 def says_where_to_meet(script: str, *, is_module: bool, cwd: Path, python: str | None = None) -> bool:
     """Detect scripts (and imported user files) that set ``MASTER_PORT``: under torchrun they would wait."""
     return any(
