@@ -16,7 +16,7 @@ from optuna_dsat.launch.protocol import Launcher, LaunchReport, LaunchRequest
 from optuna_dsat.runtime.events import Event
 from optuna_dsat.store import Store
 from optuna_dsat.study.profile.profiled import Profiled
-from optuna_dsat.study.progress import LaunchEnded, Message, Observer, TrialPhase, TrialStepped
+from optuna_dsat.study.progress import Message, Observer, TrialPhase, TrialStepped
 from optuna_dsat.study.requests import phase_of
 from optuna_dsat.study.search.methods import Method
 from optuna_dsat.study.space import objective
@@ -54,28 +54,6 @@ class StudyContext:
         """Tell the observer about a step of a trial's launch."""
         rate = step.samples / step.latency_s
         self.observer(TrialStepped(number=number, step=step.step, samples_per_s=rate, peak_bytes=peak_bytes))
-
-    def show_end(
-        self,
-        report: LaunchReport,
-        *,
-        purpose: str,
-        number: int | None = None,
-        words: str = "",
-        value: float | None = None,
-    ) -> None:
-        """Tell the observer that a launch is over and about to be stored."""
-        self.observer(
-            LaunchEnded(
-                launch_id=report.launch_id,
-                purpose=purpose,
-                number=number,
-                words=words,
-                outcome=report.outcome,
-                value=value,
-                message=report.message,
-            )
-        )
 
     def launch(self, request: LaunchRequest) -> tuple[LaunchRecord, LaunchReport]:
         """Run a launch beside the trials to its end, and store it."""

@@ -135,23 +135,6 @@ class TrialStepped(ProgressEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchEnded(ProgressEvent):
-    """A launch is over and about to be stored."""
-
-    launch_id: str
-    purpose: str
-    """``trial``, ``profile`` or ``confirm``."""
-    number: int | None
-    """Trial that it measured; None for a profile."""
-    words: str
-    """Its configuration in words; empty for a profile."""
-    outcome: Outcome
-    value: float | None
-    """The metric; None if it was not measured."""
-    message: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrialDropped(ProgressEvent):
     """A trial was given to another worker because this worker sent no heartbeats."""
 

@@ -11,13 +11,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TextIO
 
 import optuna
 
 from optuna_dsat.config import ds_config
-from optuna_dsat.config.ds_config import write_json_atomic
 from optuna_dsat.config.search_space import SearchSpace
 from optuna_dsat.config.structures import Structure
 from optuna_dsat.errors import NothingRunnableError, StorageError, StudyDeletedError, UsageError
@@ -29,20 +27,14 @@ from optuna_dsat.script.interpreter import examined, usable, why_python_does_not
 from optuna_dsat.secrecy.references import resolved
 from optuna_dsat.store import Store
 from optuna_dsat.store.urls import database_files
-from optuna_dsat.study.folder import set_others_aside
 from optuna_dsat.study.live_state import LiveNotes
 from optuna_dsat.study.profile.permission import refused_in_words, refused_knobs
 from optuna_dsat.study.profile.profile import profile_attempts
 from optuna_dsat.study.profile.script import user_config
 from optuna_dsat.study.progress import (
-    FinalistMeasured,
-    LaunchEnded,
     Message,
     Observer,
     Phase,
-    ProfileFinished,
-    ProgressEvent,
-    TrialFinished,
 )
 from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.session import Session
@@ -53,53 +45,6 @@ from optuna_dsat.study.trust import remember, require_secrets
 from optuna_dsat.tuning.prepare import Prepared
 from optuna_dsat.tuning.resume import train_trial
 from optuna_dsat.words import config_in_words
-
-KEPT = "kept_results.json"
-"""File in the study's folder with the measurements of a run whose database failed."""
-
-
-class KeptResults:
-    """Forward progress events and keep the measurements in them."""
-
-    def __init__(self, observer: Observer) -> None:
-        self._observer = observer
-        self._measured: list[dict[str, Any]] = []
-        self._ended: dict[tuple[str, int | None], LaunchEnded] = {}
-        """Finished launch that is not known to be stored, by purpose and trial."""
-
-    def __call__(self, event: ProgressEvent) -> None:
-        """Keep the result of a launch, then forward the event."""
-        if isinstance(event, LaunchEnded):
-            self._ended[event.purpose, event.number] = event
-        elif isinstance(event, ProfileFinished):
-            self._ended.pop(("profile", None), None)
-        elif isinstance(event, TrialFinished):
-            self._ended.pop(("trial", event.number), None)
-            self._measured.append(_kept(event, outcome=event.outcome.value))
-        elif isinstance(event, FinalistMeasured):
-            self._ended.pop(("confirm", event.number), None)
-            self._measured.append(_kept(event, round=event.round))
-        self._observer(event)
-
-    def write(self, folder: Path) -> Path | None:
-        """Write the kept results to ``KEPT`` in a folder; return the file, None if there are none or writing fails."""
-        ended = self._ended.values()
-        lost = [_kept(event, launch=event.launch_id, outcome=event.outcome.value, stored=False) for event in ended]
-        if not self._measured and not lost:
-            return None
-        path = folder / KEPT
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            set_others_aside([path], {})
-            write_json_atomic(path, {"measured": [*self._measured, *lost]})
-        except OSError:
-            return None
-        return path
-
-
-def _kept(event: TrialFinished | FinalistMeasured | LaunchEnded, **more: Any) -> dict[str, Any]:
-    measured = {"configuration": event.words, "value": event.value, "message": event.message}
-    return {"trial": event.number, **more, **measured}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,8 +74,7 @@ def run_study(request: StudyRequest, *, observer: Observer) -> StudyRun:
     LeftoverWatch(os.environ, on_notice=notify).begin()
     if not request.relocated:
         remember(spec)
-    kept = KeptResults(observer)
-    notes = LiveNotes(kept, study=spec.name)
+    notes = LiveNotes(observer, study=spec.name)
     launcher = _launcher_of(request, notes)
     shown, result, interrupted = "", None, False
     try:
@@ -154,11 +98,6 @@ def run_study(request: StudyRequest, *, observer: Observer) -> StudyRun:
     except PermissionError as error:  # permissions that changed during the run
         intact = "What was stored before is intact; resume the study once this is repaired."
         raise StorageError(f"{error.filename}: {error.strerror}. {intact}") from error
-    except StorageError as error:
-        path = kept.write(spec.study_dir)
-        if path is None:
-            raise
-        raise type(error)(f"{error} What this run measured stands in {path}.") from error
     finally:
         launcher.close()
     return StudyRun(request=request, result=result, interrupted=interrupted, storage=shown)

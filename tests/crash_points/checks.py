@@ -8,11 +8,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from optuna_dsat.tuning.run import KEPT
 from tests.crash_points.command import Ended
 from tests.crash_points.launcher import Launched
 from tests.crash_points.observed import Observed
-from tests.crash_points.points import DISK, LASTING, TRANSIENT, Blow
+from tests.crash_points.points import LASTING, TRANSIENT, Blow
 
 _LONGEST_LINE = 1000
 _EXIT_DATABASE = 5
@@ -20,7 +19,6 @@ _SET_ASIDE = re.compile(r"/[^/]+\.old-\d+/")
 _RUN_DIRECTORY = re.compile(r"^work/optuna-dsat-output/[^/]+/(?:trial-\d{4}|profile|confirm)[^/]*/")
 _OWN_FOLDER = re.compile(r"^tmp/optuna-dsat-\d+/(?:[a-z]+/)?$")
 """The user's own folder, empty: it stays."""
-_KEPT = re.compile(rf"^work/optuna-dsat-output/[^/]+/{re.escape(KEPT)}$")
 _PARTIAL = re.compile(r"(?:^|/)\.[^/]+\.\d+$")
 """What ``runtime.atomic_write`` calls a file until it is whole."""
 
@@ -39,9 +37,6 @@ class Aftermath:
     after: Observed
     launches: tuple[Launched, ...]
     """Those of both."""
-    launches_of_first: tuple[Launched, ...]
-    kept: frozenset[str]
-    """Names of the launches that the first one left in ``kept_results.json``; of stored ones those of their trials."""
     files: frozenset[str]
     processes: tuple[str, ...]
     """Living processes of the launches."""
@@ -60,11 +55,10 @@ def violations(seen: Aftermath, undisturbed: Aftermath, *, budget: int) -> list[
     return [
         *_ends(seen),
         *_lost(seen.between, seen.after),
-        *_not_kept(seen),
         *_budget(seen.after, budget),
         *_twice(seen, undisturbed),
         *_left_in_database(seen.after),
-        *_left_in_folder(seen.files - _kept_files(seen), undisturbed.files),
+        *_left_in_folder(seen.files, undisturbed.files),
         *(f"process left: {process}" for process in seen.processes),
         *_other_result(seen, undisturbed),
     ]
@@ -112,16 +106,6 @@ def _lost(between: Observed, after: Observed) -> Iterator[str]:
         yield f"recorded launches are gone: {sorted(gone)}"
 
 
-def _not_kept(seen: Aftermath) -> Iterator[str]:
-    """Yield launches that ended well before anything failed, and stand neither in the database nor beside it."""
-    if seen.first.code != _EXIT_DATABASE or seen.blow in DISK:
-        return
-    stored = {f"trial-{trial.number:04d}" for trial in seen.between.trials if trial.finished}
-    for item in seen.launches_of_first:
-        if item.ended and item.purpose == "trial" and item.launch_id not in stored | seen.kept:
-            yield f"ended, neither stored nor kept: {item.launch_id}"
-
-
 def _budget(after: Observed, budget: int) -> Iterator[str]:
     launched = [trial for trial in after.trials if trial.launched]
     counted = [trial for trial in launched if not trial.simplifies]
@@ -161,11 +145,6 @@ def _left_in_database(after: Observed) -> Iterator[str]:
         yield "the lock of the database is held"
     if len(after.studies) != 1:
         yield f"studies: {after.studies}"
-
-
-def _kept_files(seen: Aftermath) -> frozenset[str]:
-    """Return what a command whose database failed leaves for its user."""
-    return frozenset(name for name in seen.files if seen.first.code == _EXIT_DATABASE and _KEPT.match(name))
 
 
 def _left_in_folder(files: Iterable[str], undisturbed: Iterable[str]) -> Iterator[str]:

@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from optuna_dsat.tuning.run import KEPT
 from tests.crash_points.checks import Aftermath, violations
 from tests.crash_points.command import LAUNCHES_FILE, POINTS_FILE, Ended, run_command, warm_up
-from tests.crash_points.launcher import Launched
 from tests.crash_points.observed import Observed, files_of, launches_of, living_children, observe
 from tests.crash_points.points import LASTING, Blow, Point
 from tests.harness.databases import Server
@@ -111,7 +109,7 @@ class StudyOfPoints:
             ended = run_command(folder, self._search(url), count=True)
             lines = (folder / "notes" / POINTS_FILE).read_text(encoding="utf-8").splitlines()
             points = tuple(Point(**json.loads(line)) for line in lines)
-            aftermath = _aftermath(folder, url, blow=None, first=ended, second=None, middle=_middle(folder, url))
+            aftermath = _aftermath(folder, url, blow=None, first=ended, second=None, between=observe(url))
         wrong = violations(aftermath, aftermath, budget=BUDGET)
         if wrong or aftermath.result is None:
             raise RuntimeError(f"{self.case.words}: the undisturbed study is not whole: {wrong} {ended.stderr[-2000:]}")
@@ -132,10 +130,10 @@ class StudyOfPoints:
     def _strike(self, number: int, blow: Blow, reference: Reference) -> Tried:
         with self._place() as (folder, url):
             first = run_command(folder, self._search(url), at=number, blow=blow)
-            middle = _middle(folder, url)
+            between = observe(url)
             done = first.code == 0 and blow not in LASTING  # what a failing disk kept goes with the next start
             second = None if done else self._go_on(folder, url, again=bool(number % 2))
-            seen = _aftermath(folder, url, blow=blow, first=first, second=second, middle=middle)
+            seen = _aftermath(folder, url, blow=blow, first=first, second=second, between=between)
         return Tried(
             first_code=first.code,
             second_code=None if second is None else second.code,
@@ -177,26 +175,8 @@ class StudyOfPoints:
                 shutil.rmtree(self._folder / name)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Middle:
-    """What there is when the first process has ended."""
-
-    between: Observed
-    launches: tuple[Launched, ...]
-    kept: frozenset[str]
-
-
-def _middle(folder: Path, url: str) -> _Middle:
-    kept = [load for path in (folder / "work").rglob(KEPT) for load in json.loads(path.read_text())["measured"]]
-    return _Middle(
-        between=observe(url),
-        launches=launches_of(folder / "notes" / LAUNCHES_FILE),
-        kept=frozenset(item.get("launch") or f"trial-{item['trial']:04d}" for item in kept),
-    )
-
-
 def _aftermath(
-    folder: Path, url: str, *, blow: Blow | None, first: Ended, second: Ended | None, middle: _Middle
+    folder: Path, url: str, *, blow: Blow | None, first: Ended, second: Ended | None, between: Observed
 ) -> Aftermath:
     last = first if second is None else second
     places = {f"{name}/{file}" for name in ("work", "home", "tmp") for file in files_of(folder / name)}
@@ -204,11 +184,9 @@ def _aftermath(
         blow=blow,
         first=first,
         second=second,
-        between=middle.between,
+        between=between,
         after=observe(url),
         launches=launches_of(folder / "notes" / LAUNCHES_FILE),
-        launches_of_first=middle.launches,
-        kept=middle.kept,
         files=frozenset(places),
         processes=living_children(),
         result=_result(last.stdout),

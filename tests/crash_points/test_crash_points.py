@@ -37,8 +37,6 @@ UNDISTURBED = Aftermath(
     between=STORED,
     after=STORED,
     launches=(LAUNCH, replace(LAUNCH, ended=True)),
-    launches_of_first=(),
-    kept=frozenset(),
     files=frozenset({"work/study.db"}),
     processes=(),
     result={"value": 1.0},
@@ -111,19 +109,3 @@ def test_a_disk_that_is_full_may_end_the_command_with_its_own_code_and_a_lock_ma
     full = replace(KILL, blow=Blow.DISK_FULL, first=replace(WELL, code=5, stderr="one line"))
     assert violations(full, UNDISTURBED, budget=1) == []
     assert violations(replace(full, blow=Blow.LOCKED), UNDISTURBED, budget=1)
-
-
-def test_a_launch_that_ended_before_its_database_failed_is_stored_or_kept() -> None:
-    failed = replace(
-        KILL,
-        blow=Blow.READ_ONLY,
-        first=replace(WELL, code=5, stderr="one line"),
-        between=Observed(studies=("s",)),
-        launches_of_first=UNDISTURBED.launches,
-    )
-    assert violations(failed, UNDISTURBED, budget=1) == ["ended, neither stored nor kept: trial-0000"]
-    assert violations(replace(failed, between=STORED), UNDISTURBED, budget=1) == []
-    assert violations(replace(failed, launches_of_first=(LAUNCH,)), UNDISTURBED, budget=1) == []
-    kept = KILL.files | {"work/optuna-dsat-output/s/kept_results.json"}
-    assert violations(replace(failed, kept=frozenset({"trial-0000"}), files=kept), UNDISTURBED, budget=1) == []
-    assert violations(replace(KILL, files=kept), UNDISTURBED, budget=1), "a killed one leaves no such file"

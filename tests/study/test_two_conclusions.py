@@ -11,7 +11,7 @@ from sqlalchemy import update
 from optuna_dsat.store import Store
 from optuna_dsat.store.tables import HeartbeatRow
 from optuna_dsat.study import conclusion
-from optuna_dsat.study.progress import LaunchEnded, Message, ProgressEvent
+from optuna_dsat.study.progress import FinalistStarted, Message, ProgressEvent
 from optuna_dsat.study.stored import record_of
 from optuna_dsat.trials import attributes
 from tests.harness.landscapes import Hill
@@ -63,7 +63,7 @@ def test_one_that_stood_still_overwrites_nothing_of_who_took_over(
     words: list[str] = []
 
     def observe(event: ProgressEvent) -> None:
-        if isinstance(event, LaunchEnded) and event.purpose == "confirm" and not frozen:
+        if isinstance(event, FinalistStarted) and not frozen:
             take_turn(bench.store)
             with Store.open(bench.store.url) as other:
                 StudyBench(bench.folder, other).run(spec, Hill())

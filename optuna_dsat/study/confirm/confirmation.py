@@ -207,7 +207,6 @@ class Confirmation:
             wait=self._context.wait,
         )
         launch = self._round_launch(trial, record, report, round_number=round_number)
-        self._context.show_end(report, purpose="confirm", number=trial.number, words=words, value=launch.value)
         return launch, record, report
 
     def _round_launch(

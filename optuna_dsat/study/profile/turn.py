@@ -262,7 +262,6 @@ class ProfileTurn:
         )
 
     def _attempt_ended(self, report: LaunchReport, record: LaunchRecord) -> None:
-        self._context.show_end(report, purpose="profile")
         self._context.record_launch(report, record, purpose="profile")
         if record.engine is not None and record.engine.config_differences and not report.outcome.infeasible:
             self._say_differences(record.engine.config_differences)

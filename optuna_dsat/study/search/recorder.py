@@ -96,16 +96,6 @@ class TrialRecorder:
         """Describe the speed of a launch with these metrics."""
         return self._speed(metrics, metrics[self._metric]).text
 
-    def announce_end(self, flight: Flight, report: LaunchReport) -> None:
-        """Send ``LaunchEnded`` for a launch that is about to be stored."""
-        self._context.show_end(
-            report,
-            purpose=flight.request.purpose,
-            number=flight.trial.number,
-            words=flight.words,
-            value=self._value(flight, report),
-        )
-
     def _value(self, flight: Flight, report: LaunchReport) -> float | None:
         """Return the objective value of a launch; None if it was not measured."""
         measured = report.outcome is Outcome.MEASURED and flight.record.counted

@@ -7,14 +7,13 @@ launches run concurrently because the launcher only reports their progress.
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import Counter
 
 import optuna
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import TrialState
 
-from optuna_dsat.errors import NothingRunnableError, StorageError
+from optuna_dsat.errors import NothingRunnableError
 from optuna_dsat.launch.follow import MOST_KILLED
 from optuna_dsat.launch.measurement import GlobalStep, is_certain
 from optuna_dsat.launch.protocol import Finished, LaunchUpdate, Observed, Settled
@@ -128,7 +127,8 @@ class Tuner:
                     return reason
                 time.sleep(_POLL_S)
             self._flights.watch_slots(ending=reason is not None)
-            self._handle_all(self._launcher.poll(_POLL_S if self._flights.running else 0.0))
+            for update in self._launcher.poll(_POLL_S if self._flights.running else 0.0):
+                self._handle(update)
             self._recorder.call_back()
             self._flights.start_waiting()
             if not timed_out and self._deadline is not None and time.monotonic() > self._deadline:
@@ -173,21 +173,6 @@ class Tuner:
         if limit is not None and attributes.launches_since_best(trials, maximize=self._spec.maximize) >= limit:
             return EndReason.EARLY_STOPPING
         return EndReason.EXHAUSTED if self._proposals.exhausted() else None
-
-    def _handle_all(self, updates: Sequence[LaunchUpdate]) -> None:
-        """Handle updates in their order; if that fails, keep the results of launches that ended in the same moment."""
-        left = deque(updates)
-        try:
-            while left:
-                self._handle(left.popleft())
-        except StorageError:
-            for update in left:
-                flight = self._flights.find(update.launch_id)
-                if flight is not None and isinstance(update, Observed):
-                    flight.record.add(update.event)
-                elif flight is not None and isinstance(update, Settled | Finished):
-                    self._recorder.announce_end(flight, update.report)
-            raise
 
     def _handle(self, update: LaunchUpdate) -> None:
         if isinstance(update, Finished) and (exited := self._flights.exited(update.launch_id)) is not None:
@@ -235,7 +220,6 @@ class Tuner:
         report = update.report
         with uninterrupted():
             self._flights.land(update.launch_id, exiting=isinstance(update, Settled))
-            self._recorder.announce_end(flight, report)
             self._recorder.record(flight, report)
             self._recorder.record_steps(flight)
             most = max(self._spec.max_retries, MOST_KILLED if report.outcome is Outcome.KILLED else 0)
