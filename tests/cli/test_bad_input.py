@@ -87,7 +87,7 @@ CASES = {
         "runs holds checkpoints: give --resume",
     ),
     "train-gpus": (["train", "definition:MyTrial", "ds.json", "--gpus", "9"], "--gpus is 9, but this machine"),
-    "no-database": (["db", "check"], "There is no database"),
+    "no-database": (["db", "upgrade"], "There is no database"),
     "storage-kind": (["random", "train.py", "ds.json", "--storage", "mysql://u:geheim@h/db"], "unsupported kind"),
     "memory": (["random", "train.py", "ds.json", "--device-memory", "lots"], "--device-memory: 'lots' is not a size"),
     "fix-without-value": (["random", "train.py", "ds.json", "--fix", "overlap_comm"], "KEY=VALUE"),

@@ -146,7 +146,7 @@ def test_what_reads_a_study_prints_it_to_stdout_alone_and_errors_to_stderr(capsy
             assert words in shown.out
             if form:
                 json.loads(shown.out)
-    for arguments in (["export", STUDY], ["db", "check"], ["db", "upgrade"]):
+    for arguments in (["export", STUDY], ["db", "upgrade"]):
         assert leave(*arguments) == 0
         shown = capsys.readouterr()
         assert shown.out

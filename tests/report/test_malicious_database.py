@@ -122,7 +122,7 @@ def files(folder: Path) -> set[str]:
 COMMANDS = [
     ("studies",), ("trials", NAME), ("show", NAME), ("explain", NAME), ("best", NAME), ("export", NAME),
     ("export", NAME, "--format", "csv"), ("studies", "--json"), ("trials", NAME, "--json"), ("show", NAME, "--json"),
-    ("explain", NAME, "--json"), ("db", "check"), ("resume", NAME), ("worker", NAME),
+    ("explain", NAME, "--json"), ("resume", NAME), ("worker", NAME),
 ]  # fmt: skip
 
 

@@ -100,7 +100,6 @@ def test_a_dry_run_writes_nothing_into_a_database_of_others(with_a_study: str) -
     assert leave(*SEARCH[:-4], "--study", "theirs", "--dry-run", "--storage", with_a_study) == 2
     for command in (("studies",), ("show", "theirs"), ("resume", "theirs"), ("delete", "theirs", "--yes")):
         assert leave(*command, "--storage", with_a_study) == 2
-    assert leave("db", "check", "--storage", with_a_study) == 0
     assert content() == before
     with pytest.raises(StorageUrlError, match="no study of optuna-dsat"):
         Store.open(with_a_study, create=False)
