@@ -112,7 +112,6 @@ def plan_shape(
         rows=plan_rows(subject),
         recomputes=shape.recompute != "none",
         bf16_hardware=gpu.bf16,
-        hidden=shape.hidden,
         about=(
             shape.words,
             machine.words,

@@ -39,8 +39,6 @@ class Plan:
     """Whether activations are recomputed in the backward pass; None if not known."""
     bf16_hardware: bool | None = None
     """Whether the device has bf16 tensor cores; None if not known."""
-    hidden: int | None = None
-    """Hidden size; None if not known."""
     about: tuple[str, ...] = ()
     """Lines on the basis of the plan."""
     assumed: tuple[str, ...] = ()
