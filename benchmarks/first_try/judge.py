@@ -125,19 +125,6 @@ def searched(ran: Ran) -> tuple[Verdict, Mapping[str, Any] | None]:
     return judged(ran, result, winner), result
 
 
-def by_hand(ran: Ran) -> Verdict:
-    """Return what became of a study by ``by_hand.py``."""
-    result = last_json(ran.output)
-    if ran.exit_code == 0 and result is not None and result["trial"] is None:
-        count = len(result["tried"])
-        return Verdict(verdict="refused", message=f"none of {count} trials ended well: {last_line(ran)}")
-    if result is None or result["trial"] is None:
-        return judged(ran, None, "")
-    best = result["tried"][result["trial"]]["params"]
-    config = {"train_micro_batch_size_per_gpu": best["micro_batch"], "zero_optimization": {"stage": best["stage"]}}
-    return judged(ran, {"config": config}, f"trial-{result['trial']:04d}")
-
-
 def last_json(text: str) -> dict[str, Any] | None:
     """Return the last JSON object that a text ends with, None if there is none."""
     starts = [match.start() for match in re.finditer(r"^\{", text, re.MULTILINE)]

@@ -10,7 +10,6 @@ _COLUMNS = {
     "prefix": "first try",
     "second": "with the option that the message names",
     "autotuning": "`deepspeed --autotuning`",
-    "optuna": "plain Optuna by hand",
 }
 _LONGEST = 160
 

@@ -1,4 +1,4 @@
-"""The ways of tuning one script: the tool, DeepSpeed's autotuner, plain Optuna by hand; and the script alone."""
+"""The ways of tuning one script: the tool, DeepSpeed's autotuner, and the script alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 from benchmarks.first_try.entry import Entry
 from benchmarks.first_try.judge import (
     Verdict,
-    by_hand,
     judged,
     launches,
     plain,
@@ -123,20 +122,6 @@ def _enable_autotuning(sandbox: Sandbox) -> None:
     path.write_text(json.dumps({"autotuning": {"enabled": True}, **config}), encoding="utf-8")
 
 
-def _optuna(sandbox: Sandbox, limits: Limits) -> dict[str, Any]:
-    """Plain Optuna over the config file, the whole command timed."""
-    entry = sandbox.entry
-    if not entry.alone:
-        return asdict(_NO_COMMAND)
-    if not entry.config:
-        message = "no DeepSpeed config file to rewrite: the script must be changed"
-        return asdict(Verdict(verdict="refused", message=message))
-    study = (sandbox.python, str(Path(__file__).with_name("by_hand.py")), entry.config, str(limits.trials))
-    command = (*study, str(limits.train_s), *shlex.split(entry.command))
-    ran = sandbox.run("optuna", command, limit_s=limits.search_s)
-    return _record(ran, by_hand(ran))
-
-
 def _record(ran: Ran, verdict: Verdict) -> dict[str, Any]:
     return {
         **asdict(verdict),
@@ -151,7 +136,6 @@ WAYS: dict[str, Callable[[Sandbox, Limits], dict[str, Any]]] = {
     "prefix": _prefix,
     "second": _second,
     "autotuning": _autotuning,
-    "optuna": _optuna,
 }
 """Name -> way, in the order in which they are run."""
 

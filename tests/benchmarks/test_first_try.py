@@ -18,7 +18,6 @@ from benchmarks.first_try import __main__ as command
 from benchmarks.first_try.entry import Entry, EntryError, read_entries, read_entry
 from benchmarks.first_try.hugging_face import absent_modules, prepare_hub
 from benchmarks.first_try.judge import (
-    by_hand,
     judged,
     plain,
     searched,
@@ -169,14 +168,6 @@ def test_a_script_that_does_not_train_by_itself_is_not_judged() -> None:
     assert plain(ran(*launch("", micro_batch=4, fed=4, steps=1), code=1)).verdict == "not judged", (
         "it fails after a step"
     )
-
-
-def test_a_study_by_hand_is_judged_by_its_best_trial() -> None:
-    tried = [{"params": {"micro_batch": 8, "stage": 1}, "seconds": 3.0, "number": 0}]
-    text = json.dumps({"trial": 0, "tried": tried})
-    assert by_hand(ran(*launch("trial-0000", micro_batch=8, fed=8), output=text)).verdict == "worked"
-    assert by_hand(ran(*launch("trial-0000", micro_batch=8, fed=2), output=text)).verdict == "wrong"
-    assert by_hand(ran(output=json.dumps({"trial": None, "tried": tried}))).verdict == "refused"
 
 
 def test_deepspeeds_autotuner_without_a_config_says_what_its_profile_launch_died_of(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ _MOST_BATCHES = 64
 
 def _launch() -> str:
     plan = os.environ.get("OPTUNA_DSAT_LAUNCH")
-    return Path(plan).parent.name if plan else os.environ.get("FIRST_TRY_TRIAL", "")
+    return Path(plan).parent.name if plan else ""
 
 
 def _write(**row: Any) -> None:
