@@ -48,9 +48,8 @@ class PredictionGap:
     low_s: float
     high_s: float
     """Ends of the 90% interval."""
-    basis: str
-    """Basis of the prediction, as text."""
-    by_data_sheet: bool
+    gpu: str
+    """The GPU whose data sheet it is."""
     predicted_phases: Mapping[str, float]
     """``PHASES`` -> seconds; ``other`` is the time outside forward, backward and step."""
     measured_phases: Mapping[str, float]
@@ -75,7 +74,7 @@ class PredictionGap:
             end = ", so it is no slower than predicted"
         else:
             end = ", so it is within the range of the prediction"
-        return f"{measured}; {self.basis} {expected}{end}."
+        return f"{measured}; by the data sheet of {self.gpu} {expected}{end}."
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object."""
@@ -83,8 +82,11 @@ class PredictionGap:
 
 
 def prediction_gap(view: StudyView) -> PredictionGap | None:
-    """Compare the winner's measured step with its prediction; return None if there is nothing to compare."""
+    """Compare the winner's measured step with its prediction; return None without a data sheet or a measured step."""
     if view.profiled is None or view.best is None:
+        return None
+    gpu = gpu_of_device(view.profiled.profile.device_name)
+    if gpu is None:
         return None
     metrics = view.best.metrics
     config = ds_config.effective(view.best.trial.user_attrs.get(attributes.CONFIG) or {})
@@ -94,19 +96,16 @@ def prediction_gap(view: StudyView) -> PredictionGap | None:
     seconds, latency = sum(predicted.values()), metrics["latency"]
     measured = {name: metrics.get(name, 0.0) for name in PHASES[:3]}
     measured["other"] = max(0.0, latency - sum(measured.values()))
-    basis, by_sheet = _basis(view)
     slower = latency > (1 + _WORTH_NAMING) * seconds
-    phases = _slow_phases(config, predicted, measured)  # a CPU's rough figures cannot explain its phases
     return PredictionGap(
         measured_s=latency,
         predicted_s=seconds,
         low_s=seconds * math.exp(-_Z90 * spread),
         high_s=seconds * math.exp(_Z90 * spread),
-        basis=basis,
-        by_data_sheet=by_sheet,
+        gpu=gpu.name,
         predicted_phases=predicted,
         measured_phases=measured,
-        causes=(*(phases if by_sheet or view.spec.device != "cpu" else ()), *_beside(view)) if slower else (),
+        causes=(*_slow_phases(config, predicted, measured), *_beside(view)) if slower else (),
     )
 
 
@@ -127,17 +126,6 @@ def _predicted(view: StudyView, config: Mapping[str, Any]) -> tuple[dict[str, fl
     relative = slopes.sum(axis=0)[:, 0] / phases.sum()
     spread = math.hypot(math.sqrt(float(relative @ prior.covariance @ relative)), ERROR)
     return {name: float(phases[row, 0]) for row, name in enumerate(PHASES)}, spread
-
-
-def _basis(view: StudyView) -> tuple[str, bool]:
-    """Return the basis of the prediction as text, and whether it is a data sheet."""
-    name = "" if view.profiled is None else view.profiled.profile.device_name
-    gpu = gpu_of_device(name)
-    if gpu is not None:
-        return f"by the data sheet of {gpu.name}", True
-    if view.spec.device == "cpu":
-        return "by round figures for a CPU, which say little of this one,", False
-    return f"without a data sheet of {name or 'this device'}, so by round figures,", False
 
 
 def _slow_phases(

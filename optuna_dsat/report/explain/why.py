@@ -63,7 +63,7 @@ def why_of(view: StudyView) -> Why | None:
         proposals=explanation.proposals,
     )
     gap = prediction_gap(view)
-    if gap is None or not gap.by_data_sheet:
+    if gap is None:
         return why
     return replace(why, prediction=gap.verdict, phases=tuple(_phases(gap)), causes=gap.causes)
 
