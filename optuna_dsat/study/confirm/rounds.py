@@ -279,23 +279,6 @@ def _noise_of(values: Mapping[int, Mapping[int, float]]) -> Noise | None:
     return Noise(relative_sd=math.sqrt(float(residuals @ residuals) / degrees), launches=len(rows), degrees=degrees)
 
 
-def noise_of_search(values: Mapping[int, Mapping[int, float]], searched: Mapping[int, float]) -> Noise | None:
-    """Return the noise of the search: the root mean square difference between its measurements and the rounds.
-
-    It includes drift, and variation that a launch's few steps do not show. None without a configuration measured in
-    both.
-    """
-    logs = [
-        math.log(searched[number]) - statistics.fmean(map(math.log, measured.values()))
-        for number, measured in values.items()
-        if measured and searched.get(number, 0.0) > 0
-    ]
-    if not logs:
-        return None
-    square = statistics.fmean(log**2 for log in logs)
-    return Noise(relative_sd=math.sqrt(square), launches=len(logs), degrees=len(logs))
-
-
 def is_precise(ratio: Interval) -> bool:
     """Whether a ratio is known closely enough to end the rounds."""
     return ratio.half_width <= max(PRECISION, _PRECISION_OF_GAIN * abs(math.log(ratio.value)))

@@ -28,7 +28,6 @@ from optuna_dsat.study.confirm.rounds import (
     mean_in_rounds,
     mean_metrics,
     noise_of_rounds,
-    noise_of_search,
     paired_ratio,
     warnings_of,
 )
@@ -81,8 +80,6 @@ class Verdict(Record):
     """Trials that the rounds do not distinguish from the result, and that were not candidates for it."""
     noise: Noise | None
     """Noise of the rounds: variation between equal launches within a round; None before two rounds."""
-    search_noise: Noise | None
-    """Noise of the search: deviation of its measurements from the rounds; None before two rounds."""
     warnings: tuple[str, ...]
     """Limitations of the numbers, with figures."""
     contenders: tuple[Measured, ...]
@@ -151,7 +148,6 @@ class Verdict(Record):
             "ties": self.ties,
             "undecided": [asdict(number) for number in self.undecided],
             "noise": None if self.noise is None else asdict(self.noise),
-            "search_noise": None if self.search_noise is None else asdict(self.search_noise),
             "warnings": self.warnings,
             "contenders": [contender.to_json() for contender in self.contenders],
         }
@@ -452,9 +448,6 @@ class _Judge:
             ties=ties,
             undecided=undecided,
             noise=self.noise,
-            search_noise=None
-            if self.noise is None
-            else noise_of_search(self._values, {number: self._searched(number) for number in self._values}),
             warnings=warnings_of(
                 self._rounds,
                 searched={item: self._searched(item) for item in (pick, user) if self.paired and item is not None},

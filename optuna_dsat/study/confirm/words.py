@@ -156,18 +156,12 @@ def _why_not(item: Undecided) -> str:
 
 
 def _noise(verdict: Verdict) -> str:
-    noise, search = verdict.noise, verdict.search_noise
+    noise = verdict.noise
     if noise is None:
         return ""
-    words = (
+    return (
         f"Noise of the rounds: {noise.relative_sd:.1%}, the standard deviation of "
         f"{things_in_words(noise.launches, 'launch')} within their rounds."
-    )
-    if search is None:
-        return words
-    return (
-        f"{words} Noise of the search: {search.relative_sd:.1%}, by which the search's values of "
-        f"{things_in_words(search.launches, 'configuration')} differ from the rounds."
     )
 
 
