@@ -14,10 +14,10 @@ from pathlib import Path
 from optuna_dsat.doctor.finding import Finding, Status, finding_of
 from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.isolation import why_no_overlay
-from optuna_dsat.launch.machine.devices import Device, Devices, cpu_devices, detect_devices, is_part
+from optuna_dsat.launch.machine.devices import Device, Devices, cpu_devices, detect_devices
 from optuna_dsat.launch.machine.host import available_memory_bytes
 from optuna_dsat.launch.machine.nvme import SIZE_BYTES, measure
-from optuna_dsat.launch.machine.nvml import DeviceError, GpuUse, Nvml, NvmlError
+from optuna_dsat.launch.machine.nvml import DeviceError, Nvml, NvmlError
 from optuna_dsat.launch.machine.owners import foreign_holders, users_in_words
 from optuna_dsat.runtime.agent.operators import extensions_dir
 from optuna_dsat.runtime.files import file_system
@@ -78,7 +78,6 @@ def device_findings(gpus: Gpus) -> Iterator[Finding]:
         yield _driver(gpus.nvml)
         for device in gpus.devices.devices:
             yield _gpu(device, gpus.nvml)
-        yield from _uuid_names(gpus.devices)
     for number, notice in enumerate(gpus.devices.notices, start=1):
         yield finding_of("devices", f"notice {number}", notice, status=Status.PROBLEM)
     if gpus.refused:
@@ -94,31 +93,6 @@ def refused_accelerator(message: str) -> Finding:
     """Return the finding on a device or a torch that no search uses, by the message of its refusal."""
     text, _, remedy = message.partition(". ")
     return finding_of("devices", "accelerator", f"{text}.", remedy, status=Status.PROBLEM)
-
-
-def _uuid_names(devices: Devices) -> Iterator[Finding]:
-    """Yield a finding if GPUs are named by UUID (see ``support_uuid_visible_devices`` in the runtime)."""
-    named = [device for device in devices.devices if not device.visible_id.isdigit()]
-    if named:
-        numbers = ",".join(str(device.index) for device in devices.devices)
-        whole = not any(is_part(device.visible_id) for device in named)
-        text = (
-            "GPUs are named by UUID. Launches cope with it; DeepSpeed 0.19.8 by itself ends with a ValueError at "
-            "ZeRO 1 and 2 while nvidia-ml-py is installed, which optuna-dsat needs."
-        )
-        remedy = (
-            f"Name them by number for training: CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={numbers}"
-            if whole
-            else "Train with --run-full-experiment, or in an environment without nvidia-ml-py."
-        )
-        yield finding_of(
-            "devices",
-            "names of GPUs",
-            text,
-            remedy,
-            data={"visible": [device.visible_id for device in named]},
-            status=Status.NOTE,
-        )
 
 
 def _driver(nvml: Nvml) -> Finding:
@@ -157,17 +131,7 @@ def _gpu(device: Device, nvml: Nvml) -> Finding:
         text = f"{text}; in use by {users_in_words(holders)}"
         remedy = "Launches leave it alone while it is in use: end what runs there, or go on without it."
         return finding_of("devices", name, text, remedy, data=data)
-    how = _use_uncertainty(use)
-    return finding_of("devices", name, f"{text}, free{how}", data=data)
-
-
-def _use_uncertainty(use: GpuUse) -> str:
-    """Return a note if NVML reports a GPU's use incompletely; empty if it is complete."""
-    if use.processes is None and use.used_bytes is None:
-        return ", as far as can be seen: NVML tells neither its processes nor its memory"
-    if use.processes is None:
-        return " (judged by its memory: NVML does not list its processes)"
-    return " (judged by its processes: it has no memory of its own)" if use.used_bytes is None else ""
+    return finding_of("devices", name, f"{text}, free", data=data)
 
 
 def host_findings(*, output_dir: Path, environ: Mapping[str, str], shm: Path = Path("/dev/shm")) -> Iterator[Finding]:

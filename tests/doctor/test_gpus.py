@@ -18,7 +18,7 @@ from optuna_dsat.launch.machine import devices as accelerators
 from optuna_dsat.launch.machine.devices import detect_devices, refuse_build
 from optuna_dsat.script.interpreter import examined
 from tests.doctor import test_doctor
-from tests.harness.nvml_machine import GPU_IS_LOST, NOT_SUPPORTED, Machine, machine, nvml_libraries, uuid
+from tests.harness.nvml_machine import GPU_IS_LOST, Machine, machine, nvml_libraries
 
 __all__ = ["machine", "nvml_libraries"]
 
@@ -39,30 +39,6 @@ def test_a_lost_gpu_is_a_problem_and_not_a_hidden_one(machine: Machine) -> None:
     assert result["notice 1"].status is Status.PROBLEM
     assert result["notice 1"].text.startswith("GPU 1 is left out, it does not answer")
     assert exit_code(list(result.values())) == 0
-
-
-@pytest.mark.parametrize(("visible", "told"), [("0,2", False), (f"{uuid(2)},{uuid(0)}", True)])
-def test_names_that_deepspeed_cannot_read_are_told(machine: Machine, visible: str, told: bool) -> None:
-    machine.gpus(3)
-    result = look(machine, CUDA_VISIBLE_DEVICES=visible)
-    assert ("names of GPUs" in result) == told
-    if told:
-        assert result["names of GPUs"].remedy.endswith("CUDA_VISIBLE_DEVICES=2,0")
-
-
-def test_how_a_gpus_use_is_judged_is_told(machine: Machine) -> None:
-    machine.has(
-        *(f"gpu {uuid(index)} 81559 4 NVIDIA H100 80GB HBM3" for index in range(3)),
-        f"refuse nvmlDeviceGetComputeRunningProcesses {NOT_SUPPORTED} 0",
-        f"refuse nvmlDeviceGetMemoryInfo {NOT_SUPPORTED} 1",
-        f"refuse nvmlDeviceGetComputeRunningProcesses {NOT_SUPPORTED} 2",
-        f"refuse nvmlDeviceGetMemoryInfo {NOT_SUPPORTED} 2",
-    )
-    result = look(machine)
-    assert [result[f"gpu {index}"].status for index in range(3)] == [Status.FINE] * 3
-    assert "judged by its memory" in result["gpu 0"].text
-    assert "judged by its processes" in result["gpu 1"].text
-    assert "neither its processes nor its memory" in result["gpu 2"].text
 
 
 def test_a_holder_is_named(machine: Machine) -> None:
