@@ -54,7 +54,7 @@ def examine(
         interpreter,
         *libraries.findings(result, gpus=gpus.count),
         *host_findings(output_dir=output_dir, environ=environ),
-        libraries.launcher(result),
+        *([libraries.launcher()] if result.usable else []),
         *libraries.operators(result, gpus=gpus.count, environ=environ),
         *libraries.offloads(result, nvme=nvme_path, environ=environ),
     ]

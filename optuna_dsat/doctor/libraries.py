@@ -104,9 +104,6 @@ def _torch(torch: Mapping[str, Any], gpus: int) -> Finding:
     elif gpus and (missing := _unsupported(torch)):
         status, text = Status.PROBLEM, f"{text}, without code for compute capability {', '.join(missing)}"
         remedy = "Install a build of torch that lists this GPU's architecture."
-    elif not torch["torchrun"] or not torch["distributed"]:
-        status, text = Status.FATAL, f"{text}, without torch.distributed"
-        remedy = "Install a build of torch with distributed training."
     return finding_of(_AREA, "torch", text, remedy, data=dict(torch), status=status)
 
 
@@ -150,12 +147,7 @@ def _nvcc(torch: Mapping[str, Any]) -> Finding:
 
 
 def _communication(torch: Mapping[str, Any], gpus: int) -> Finding:
-    backend = "nccl" if gpus else "gloo"
-    data = {"backend": backend, "nccl_version": torch.get("nccl_version")}
-    if not torch[backend]:
-        text = f"This build of torch has no {backend.upper() if gpus else backend}: ranks cannot talk."
-        remedy = f"Install a build of torch with {backend}."
-        return finding_of(_AREA, "communication", text, remedy, data=data, status=Status.FATAL)
+    data = {"backend": "nccl" if gpus else "gloo", "nccl_version": torch.get("nccl_version")}
     version = f" {torch['nccl_version']}" if gpus and torch.get("nccl_version") else ""
     words = f"NCCL{version}" if gpus else "gloo"
     return finding_of(_AREA, "communication", f"Ranks talk through {words}.", data=data)
@@ -233,9 +225,6 @@ def offloads(libraries: Libraries, *, nvme: Path | None, environ: Mapping[str, s
         )
         data = {"works": False, "why_not": why}
     yield finding_of("offload", "optimizer to the CPU", text, remedy, data=data)
-    text = "Parameter offload to the CPU can work (ZeRO 3)."
-    yield finding_of("offload", "parameters to the CPU", text, data={"works": True})
-
     state, why = state_of(libraries, ASYNC_IO, environ=environ)
     status, remedy = Status.NOTE if nvme is None else Status.FINE, ""
     if state is BuildState.CANNOT:
@@ -249,21 +238,10 @@ def offloads(libraries: Libraries, *, nvme: Path | None, environ: Mapping[str, s
     yield finding_of("offload", "to NVMe", text, remedy, status=status, data={"works": works, "why_not": why})
 
 
-def launcher(libraries: Libraries) -> Finding:
-    """Return the finding on the launcher that a search would use: the first usable of ``warm`` and ``torchrun``."""
-    torchrun = "torch cannot be imported" if "error" in libraries.torch else None
-    if torchrun is None and not libraries.torch["torchrun"]:
-        torchrun = "this build of torch has no torch.distributed.run"
-    warm = torchrun or (None if can_fork() else "it needs Linux 5.3 or newer")
-    why_not = {name: why for name, why in (("warm", warm), ("torchrun", torchrun)) if why is not None}
-    if torchrun is not None:
-        text = f"No launcher can work ({'; '.join(f'{name}: {why}' for name, why in why_not.items())})."
-        remedy = "Install torch with distributed training into the environment of your script."
-        return finding_of(
-            "launches", "launcher", text, remedy, status=Status.FATAL, data={"launcher": None, "why_not": why_not}
-        )
-    name, text = (
-        ("warm", _WARM) if warm is None else ("torchrun", "every launch is a torchrun of its own on this machine")
-    )
-    data = {"launcher": name, "why_not": why_not}
-    return finding_of("launches", "launcher", f"Launches go through {name}: {text}.", data=data)
+def launcher() -> Finding:
+    """Return the finding on the launcher that a search would use: ``warm``, or ``torchrun`` where it cannot fork."""
+    if can_fork():
+        name, text = "warm", _WARM
+    else:
+        name, text = "torchrun", "every launch is a torchrun of its own, as forks need Linux 5.3 or newer"
+    return finding_of("launches", "launcher", f"Launches go through {name}: {text}.", data={"launcher": name})

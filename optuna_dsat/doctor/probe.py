@@ -6,7 +6,6 @@ Runs in a separate process, because importing both takes seconds and initializes
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import json
 import os
@@ -29,23 +28,17 @@ def probe() -> dict[str, Any]:
 def _torch() -> dict[str, Any]:
     try:
         import torch
-        import torch.distributed as dist
     except Exception as error:  # noqa: BLE001 - any error of a broken installation is the answer
         return {"error": _reason(error)}
     facts: dict[str, Any] = {
         "version": torch.__version__,
         "cuda": torch.version.cuda,
-        "distributed": dist.is_available(),
-        "gloo": dist.is_available() and dist.is_gloo_available(),
-        "nccl": dist.is_available() and dist.is_nccl_available(),
-        "torchrun": importlib.util.find_spec("torch.distributed.run") is not None,
         "cuda_works": False,
         "cuda_error": "",
     }
-    if facts["nccl"]:
+    if torch.version.cuda is not None:
         with contextlib.suppress(Exception):
             facts["nccl_version"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    if torch.version.cuda is not None:
         try:
             torch.cuda.init()  # type: ignore[no-untyped-call]
             facts["cuda_works"] = torch.cuda.is_available()

@@ -31,9 +31,8 @@ from tests.harness.nvml_machine import GPU_IS_LOST, Machine, machine, nvml_libra
 __all__ = ["machine", "nvml_libraries"]
 
 TORCH: dict[str, Any] = {
-    "version": "2.13.0", "cuda": "12.8", "distributed": True, "gloo": True, "nccl": True, "nccl_version": "2.27.3",
-    "torchrun": True, "cuda_works": True, "cuda_error": "", "architectures": ["sm_80", "sm_90", "compute_90"],
-    "capabilities": [(9, 0)],
+    "version": "2.13.0", "cuda": "12.8", "nccl_version": "2.27.3", "cuda_works": True, "cuda_error": "",
+    "architectures": ["sm_80", "sm_90", "compute_90"], "capabilities": [(9, 0)],
 }  # fmt: skip
 WORKS: dict[str, Any] = {"compatible": True, "why_not": ""}
 DEEPSPEED: dict[str, Any] = {
@@ -114,7 +113,6 @@ def test_gpus_are_named_and_one_in_use_is_a_problem(machine: Machine) -> None:
     assert "in use by process 4194305 (far-4194305), 30.00 GiB" in result["gpu 1"].text
     assert "a process that NVML does not name" in result["gpu 2"].text
     assert "NCCL 2.27.3" in result["communication"].text
-    assert look(machine, found=told({"nccl": False}))["communication"].status is Status.FATAL
     assert exit_code(list(result.values())) == 0
 
 
@@ -148,7 +146,6 @@ def test_a_driver_that_does_not_answer_is_fatal(
         ({"capabilities": [(12, 0)]}, Status.FINE, ""),
         ({"capabilities": [(12, 0)], "architectures": ["sm_80", "sm_90"]}, Status.PROBLEM, "compute capability 12.0"),
         ({"capabilities": [(7, 0)]}, Status.PROBLEM, "compute capability 7.0"),
-        ({"torchrun": False}, Status.FATAL, "without torch.distributed"),
     ],
 )
 def test_what_torch_cannot_do_is_told(machine: Machine, torch: dict[str, Any], status: Status, said: str) -> None:
@@ -164,7 +161,6 @@ def test_a_broken_installation_is_told_by_its_error_or_by_the_end_of_its_process
     assert result.torch == {"error": "OSError: libtorch.so: cannot open shared object file"}
     findings = list(libraries.findings(result, gpus=0))
     assert [finding.status for finding in findings] == [Status.FATAL, Status.FATAL]
-    assert libraries.launcher(result).status is Status.FATAL
     assert list(libraries.offloads(result, nvme=None, environ={})) == []
     (tmp_path / "torch.py").write_text("import os\nos.write(2, b'illegal instruction\\n')\nos._exit(132)\n")
     result = libraries.ask(cpu=True, environ={**os.environ, "PYTHONPATH": str(tmp_path)})
@@ -172,15 +168,15 @@ def test_a_broken_installation_is_told_by_its_error_or_by_the_end_of_its_process
 
 
 def test_which_offloads_can_work_and_why_not(machine: Machine, tmp_path: Path) -> None:
-    names = ("optimizer to the CPU", "parameters to the CPU", "to NVMe")
+    names = ("optimizer to the CPU", "to NVMe")
     result = look(machine)
-    assert [result[name].status for name in names] == [Status.FINE, Status.FINE, Status.NOTE]
+    assert [result[name].status for name in names] == [Status.FINE, Status.NOTE]
     assert "--nvme-path FOLDER" in result["to NVMe"].text
     not_built = {"compatible": False, "why_not": "no nvcc"}
     environ = {"PATH": os.environ["PATH"], "TORCH_EXTENSIONS_DIR": str(tmp_path)}
     broken = told(deepspeed={"operators": {"CPUAdamBuilder": not_built, "AsyncIOBuilder": not_built}})
     result = {finding.name: finding for finding in libraries.offloads(broken, nvme=tmp_path, environ=environ)}
-    assert [result[name].status for name in names] == [Status.PROBLEM, Status.FINE, Status.PROBLEM]
+    assert [result[name].status for name in names] == [Status.PROBLEM, Status.PROBLEM]
     assert "(no nvcc)" in result["optimizer to the CPU"].text
     assert "torch_adam" in result["optimizer to the CPU"].remedy
     assert "libaio" in result["to NVMe"].remedy
