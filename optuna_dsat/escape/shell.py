@@ -32,9 +32,9 @@ def in_folder(folder: str) -> list[str]:
 
 def program(name: str, python: str | None = None) -> str:
     """Return the name of a program of a Python environment, by default this one; its path if ``PATH`` has another."""
-    beside, result = Path(python or sys.executable).with_name(name), shutil.which(name)
-    is_found = result is not None and Path(result).parent.resolve() == beside.parent.resolve()
-    return name if is_found or not beside.exists() else str(beside)
+    installed, result = Path(python or sys.executable).with_name(name), shutil.which(name)
+    is_found = result is not None and Path(result).parent.resolve() == installed.parent.resolve()
+    return name if is_found or not installed.exists() else str(installed)
 
 
 def shell_line(words: Iterable[str]) -> str:

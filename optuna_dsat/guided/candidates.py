@@ -169,8 +169,8 @@ class CandidateTable:
         """
         for number, setting in enumerate(settings):
             rows = np.flatnonzero(self._group == number)
-            own: dict[str, Any] = {name: size[rows] for name, size in sizes.items() if size[rows[0]] >= 0}
-            self.forward[rows], self.others[rows], self.host[rows] = self._bytes(replace(setting, **own))
+            common: dict[str, Any] = {name: size[rows] for name, size in sizes.items() if size[rows[0]] >= 0}
+            self.forward[rows], self.others[rows], self.host[rows] = self._bytes(replace(setting, **common))
         self.buffers = self._buffers()
         """Bytes on the device of each knob's value in excess of its cheapest value: as predicted, then bytes missing
         from the prediction, shape (rows, 2 knobs).

@@ -294,7 +294,7 @@ class _Model:
         return value[0], value[1]
 
     def params(self) -> tuple[int, int, int | None]:
-        """Return the stored parameters, those used per token, and the logits per sample (None: tokens x vocabulary)."""
+        """Return the parameters, stored and used per token, and logits per sample (None: tokens x vocabulary)."""
         head, logits = self._head()
         dense = self._attention() + self._norms() + self._block(self.ffn)
         fixed = self._embeddings() + head + (self.layers - self.sparse_layers) * dense

@@ -190,7 +190,7 @@ def format_traceback(error: BaseException, trace: TracebackType | None) -> str:
 
 
 def exception_chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and the errors that led to it, also those that ``from None`` hides."""
+    """Yield an error and the errors that led to it, also where ``from None`` hides them."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:

@@ -200,12 +200,12 @@ def reads_redirected(
         return
     real = io.open
     name, own_name = Path(user_config).name, Path(config).name
-    own, suffix = _content(user_config, real), Path(name).suffix
+    config, suffix = _content(user_config, real), Path(name).suffix
 
     def is_copy(path: str | os.PathLike[str]) -> bool:
         text = os.fspath(path)
-        is_alike = own and suffix and isinstance(text, str) and text.endswith(suffix) and Path(text).is_file()
-        return bool(is_alike and _content(text, real) == own)
+        is_alike = config and suffix and isinstance(text, str) and text.endswith(suffix) and Path(text).is_file()
+        return bool(is_alike and _content(text, real) == config)
 
     def redirected(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         if isinstance(file, (str, os.PathLike)) and not _WRITING & set(mode):

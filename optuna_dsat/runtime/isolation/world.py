@@ -35,7 +35,7 @@ _SYSTEM_BELOW = {
     "/usr": frozenset({"games", "include", "libexec", "local", "share", *_SYSTEM}),
     "/var": frozenset({"backups", "cache", "local", "lock", "log", "mail", "spool", *_SYSTEM}),
 }
-"""System folder -> those in it (hier(7)); the others, such as ``/usr/src`` in images of Docker, are as those of ``/``.
+"""System folder -> the system's folders in it (hier(7)); others, such as ``/usr/src`` in images of Docker, are covered.
 Folders below ``/usr/local`` and ``/var`` are covered if the command uses them."""
 _SHARED_MEMORY = "/dev/shm"
 _NO_FILES = frozenset(
