@@ -246,6 +246,7 @@ class LiveNotes:
         self._observer = observer
         self._storage: BaseStorage | None = None
         self._study = study
+        self._study_id: int | None = None
         self._clock = clock
         self._worker = this_worker()
         self._state = LiveState()
@@ -284,10 +285,11 @@ class LiveNotes:
         if self._last is not None and record | {"noted_at": self._last["noted_at"]} == self._last:
             return
         try:
-            study_id = self._storage.get_study_id_from_name(self._study)
+            if self._study_id is None:
+                self._study_id = self._storage.get_study_id_from_name(self._study)
+            self._storage.set_study_system_attr(self._study_id, f"{_PREFIX}{self._worker.name}", record)
         except KeyError:
             return  # not created yet, or deleted meanwhile
-        self._storage.set_study_system_attr(study_id, f"{_PREFIX}{self._worker.name}", record)
         self._last = record
 
 
