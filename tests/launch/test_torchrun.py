@@ -77,10 +77,10 @@ def test_a_launch_is_measured_and_leaves_its_directory(launcher: TorchrunLaunche
     assert "torch.distributed.run" in directory.command_text.read_text()
 
 
-def test_one_rank_s_exception_ends_the_launch(launcher: TorchrunLauncher, cwd: Path) -> None:
+def test_one_rank_s_exception_ends_the_launch(warm_launcher: TorchrunLauncher, cwd: Path) -> None:
     before = own_processes(os.getpid())  # warm processes that other tests keep
     args = ("--end", "raise slowly", "--end-rank", "1", "--at", "3", "--step-s", "0.1", "--orphan")
-    report, updates = run(launcher, request(cwd, script=STUB, args=args, end_profile_step=900))
+    report, updates = run(warm_launcher, request(cwd, launch_id="raises", script=STUB, args=args, end_profile_step=900))
     assert report.outcome is Outcome.SCRIPT_ERROR, report
     assert "the script's own mistake" in report.message
     assert "ValueError: the script's own mistake" in report.error_excerpt
@@ -103,15 +103,17 @@ def test_a_rank_that_is_killed_ends_the_launch(launcher: TorchrunLauncher, cwd: 
     assert_gone(report.pids)
 
 
-def test_launches_side_by_side_do_not_clash_and_one_is_pruned_in_flight(launcher: TorchrunLauncher, cwd: Path) -> None:
+def test_launches_side_by_side_do_not_clash_and_one_is_pruned_in_flight(
+    warm_launcher: TorchrunLauncher, cwd: Path
+) -> None:
     long = ("--step-s", "0.05")
-    launcher.start(request(cwd, launch_id="pruned", script=STUB, slots=1, args=long, end_profile_step=9000))
-    launcher.start(request(cwd, launch_id="measured", script=STUB, slots=1))
-    updates = updates_until_finished(launcher)
-    updates += updates_until(launcher, lambda seen: events([*updates, *seen], StepMeasured))
-    launcher.stop("pruned", message="cannot win")
-    launcher.stop("unknown")
-    updates += updates_until_finished(launcher)  # both may come at once
+    warm_launcher.start(request(cwd, launch_id="pruned", script=STUB, slots=1, args=long, end_profile_step=9000))
+    warm_launcher.start(request(cwd, launch_id="measured", script=STUB, slots=1))
+    updates = updates_until_finished(warm_launcher)
+    updates += updates_until(warm_launcher, lambda seen: events([*updates, *seen], StepMeasured))
+    warm_launcher.stop("pruned", message="cannot win")
+    warm_launcher.stop("unknown")
+    updates += updates_until_finished(warm_launcher)  # both may come at once
     told = {update.launch_id: update.report.message for update in updates if isinstance(update, Settled)}
     assert told["pruned"] == "cannot win"
     result = reports(updates)
