@@ -10,7 +10,7 @@ from optuna.trial import FrozenTrial
 
 from optuna_dsat.config.knobs import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM
 from optuna_dsat.trials.failures import error_of, structure_failures
-from optuna_dsat.trials.lineage import ZERO_STAGE, Feasibility, feasibility
+from optuna_dsat.trials.lineage import MICRO_BATCH, ZERO_STAGE, Feasibility, feasibility
 
 
 class EndReason(StrEnum):
@@ -42,13 +42,21 @@ def describe_structure_failures(trials: Sequence[FrozenTrial]) -> str:
     inside = [trial for trial in trials if ZERO_STAGE in trial.params]
     ran = {_structure(trial.params) for trial in inside if feasibility(trial) is Feasibility.FITS}
     failed: dict[str, dict[str, None]] = {}
+    smallest: dict[str, int] = {}
     for trial in inside:
-        if feasibility(trial) is Feasibility.BROKEN and _structure(trial.params) not in ran:
-            failed.setdefault(error_of(trial), {})[_structure(trial.params)] = None
-    sentences = [
-        f"No launch ran at {', '.join(sorted(structures))}: {message}." for message, structures in failed.items()
-    ]
+        if feasibility(trial) is Feasibility.BROKEN and (name := _structure(trial.params)) not in ran:
+            failed.setdefault(error_of(trial), {})[name] = None
+            size = trial.params.get(MICRO_BATCH, 0)
+            smallest[name] = min(smallest.get(name, size), size)
     known = structure_failures(trials)
+    most = known.proven_size
+    beyond = {name for name, size in smallest.items() if most is not None and size > most}
+    sentences = [
+        f"No launch ran at {', '.join(sorted(structures))}"
+        + (f", tried above micro-batch {most} only, the largest that ran" if beyond >= structures.keys() else "")
+        + f": {message}."
+        for message, structures in failed.items()
+    ]
     if known.avoided:
         sentences.append(f"The search tried no more at {', '.join(map(_structure, known.avoided))}.")
     if known.avoided and not ran:

@@ -101,9 +101,11 @@ def test_a_remedy_is_given_where_the_error_supports_it(message: str, config: dic
     assert failure_hint(spec, report, LaunchRecord(world_size=2, start_profile_step=1)) == hint
 
 
-def trial(stage: int, message: str = "", outcome: Outcome = Outcome.SCRIPT_ERROR) -> FrozenTrial:
+def trial(
+    stage: int, message: str = "", outcome: Outcome = Outcome.SCRIPT_ERROR, *, micro_batch: int = 4
+) -> FrozenTrial:
     return create_trial(
-        params={ZERO_STAGE: stage, MICRO_BATCH: 4},
+        params={ZERO_STAGE: stage, MICRO_BATCH: micro_batch},
         distributions={ZERO_STAGE: CategoricalDistribution([0, 1, 2, 3]), MICRO_BATCH: IntDistribution(1, 64)},
         state=TrialState.FAIL if message else TrialState.COMPLETE,
         value=None if message else 1.0,
@@ -117,6 +119,13 @@ def test_an_error_is_stated_once_with_the_structures_that_never_ran() -> None:
     assert describe_structure_failures(trials) == (
         "No launch ran at ZeRO 1, ZeRO 2: TypeError: no. No launch ran at ZeRO 3: no rank has moved for 31 s. "
         "The search tried no more at ZeRO 1, ZeRO 2, ZeRO 3."
+    )
+
+
+def test_a_structure_that_was_tried_at_larger_micro_batches_only_is_not_blamed() -> None:
+    trials = [trial(1), trial(0, "rank 0: AssertionError: (16, 64)", micro_batch=16)]
+    assert describe_structure_failures(trials) == (
+        "No launch ran at ZeRO 0, tried above micro-batch 4 only, the largest that ran: AssertionError: (16, 64)."
     )
 
 
