@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
-import optuna
 from numpy.typing import NDArray
 
 from benchmarks.named_landscapes import Computed
@@ -40,43 +39,6 @@ def search_space(landscape: Computed, *, fix: Mapping[str, Any] = MappingProxyTy
             fix=fix,
         )
     )
-
-
-class _Odometer:
-    """Stands in for a trial: walks through all combinations of a conditional space, the last choice fastest."""
-
-    def __init__(self) -> None:
-        self._digits: list[tuple[int, int]] = []
-        self._position = 0
-
-    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:  # noqa: ARG002 - Optuna's signature
-        if self._position == len(self._digits):
-            self._digits.append((0, len(choices)))
-        digit = self._digits[self._position][0]
-        self._position += 1
-        return choices[digit]
-
-    def suggest_int(self, name: str, low: int, high: int, **_: Any) -> int:  # noqa: ARG002 - Optuna's signature
-        return low
-
-    def advance(self) -> bool:
-        """Turn to the next combination; return whether there is one."""
-        self._position = 0
-        while self._digits:
-            digit, count = self._digits.pop()
-            if digit + 1 < count:
-                self._digits.append((digit + 1, count))
-                return True
-        return False
-
-
-def lineages(space: SearchSpace) -> Iterator[dict[str, Any]]:
-    """Yield the params of every lineage of the space, at its smallest micro-batch."""
-    odometer = _Odometer()
-    while True:
-        yield space.suggest(cast(optuna.trial.BaseTrial, odometer))
-        if not odometer.advance():
-            return
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +76,8 @@ def reaches(landscape: Computed, space: SearchSpace | None = None) -> Iterator[R
     base = ds_config.effective(landscape.user_config)
     sizes = _sizes(landscape)
     known: dict[Settings, Reach] = {}
-    for params in lineages(space):
+    for lineage in space.lineages():
+        params = {**lineage, ds_config.MICRO_BATCH: space.micro_batches[0]}
         settings = Settings.of(ds_config.merge(base, space.overlay(params)))
         if settings not in known:
             known[settings] = _reach(landscape, params, settings, sizes)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.named_landscapes import LANDSCAPES, Trained, throughput
-from benchmarks.optimum import Reach, lineages, reaches, search_space
+from benchmarks.optimum import Reach, reaches, search_space
 from optuna_dsat.config import ds_config
 from optuna_dsat.cost import memory
 from optuna_dsat.outcome import Outcome
@@ -127,9 +127,3 @@ def test_the_peak_lies_well_inside() -> None:
     landscape, best = LANDSCAPES["peak-inside"], best_of(reached("peak-inside"))
     assert best.micro_batch < 0.75 * best.largest
     assert throughput(landscape, config_of(landscape, best, best.largest)) < 0.9 * best.throughput
-
-
-def test_the_lineages_walked_are_those_the_space_counts() -> None:
-    space = search_space(LANDSCAPES["tiny-many-gpus"])
-    keys = [tuple(params.items()) for params in lineages(space)]
-    assert len(keys) == len(set(keys)) == space.classes()
