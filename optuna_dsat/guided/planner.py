@@ -17,7 +17,7 @@ much. ZeRO 3, offloads and values of flags that were never measured have heavy-t
 (``optuna_dsat.guided.acquisition``), because a formula that does not hold is off by much, but by less than a factor
 of two.
 
-Micro-batches are limited in three ways. They are at most ``Problem.reach`` times the largest that ran. They do not
+Micro-batches are limited in three ways. They are at most ``problem.REACH`` times the largest that ran. They do not
 exceed a size at which a doubling gained less than ``LEAST_GAIN`` (``sizes.paying_sizes``). They do not take many times
 as long as the baseline unless they are expected to gain as much (``Posterior.is_dear``).
 

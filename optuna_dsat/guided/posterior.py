@@ -123,7 +123,7 @@ class Posterior:
         problem = self._problem
         asked = np.flatnonzero(problem.is_asked(self.measured.micro_batch, self.measured.accumulation))
         measured, count = self.measured.take(asked), int(self._table.structure.max()) + 1
-        if problem.reach is None or problem.metric not in LARGER_IS_BETTER or not len(asked):
+        if problem.metric not in LARGER_IS_BETTER or not len(asked):
             return np.full(len(rows), np.inf)
         half, size = measured.micro_batch / 2, measured.micro_batch
         points = self._points(measured.row, half, self._fill(measured.row, half))
@@ -449,12 +449,12 @@ class Posterior:
         """Return a mask of launches that take over ``_DEAR`` times as long as the baseline without a matching gain.
 
         A launch that takes k times ``_DEAR`` as long as the baseline's micro-batch must be expected to gain k times
-        ``LEAST_GAIN``. All False without a bound on the reach, or before a metric was measured.
+        ``LEAST_GAIN``. All False before a metric was measured.
         """
         measured = self.measured
         asked = self._problem.is_asked(measured.micro_batch, measured.accumulation)
         alike = np.flatnonzero(asked & (measured.micro_batch >= self._problem.user_micro_batch))
-        if self._problem.reach is None or not len(alike):
+        if not len(alike):
             return np.zeros(len(acquisition.cost_s), dtype=bool)
         shortest_s = float(self._launch_s(self.residuals.points.latency[alike]).min())
         matching = np.maximum(1.0, acquisition.gain / math.log1p(LEAST_GAIN))

@@ -39,7 +39,6 @@ class Problem:
         memory_margin: Share of the device's memory that must be predicted to stay free.
         profile_steps: Steps of a launch, warm-up included.
         start_s: Seconds of a launch outside its steps, by the profile launch; None if unknown.
-        reach: Largest ratio of the next micro-batch to the largest that ran, or to the baseline's; None if unbounded.
         prior_knowledge: Knowledge from earlier studies, None without a warm start.
     """
 
@@ -55,7 +54,6 @@ class Problem:
         memory_margin: float = 0.0,
         profile_steps: int = 5,
         start_s: float | None = None,
-        reach: float | None = REACH,
         prior_knowledge: PriorKnowledge | None = None,
     ) -> None:
         self.metric = metric
@@ -65,7 +63,6 @@ class Problem:
         self.space = space
         self.profile_steps = profile_steps
         self.start_s = _DEFAULT_START_S if start_s is None else start_s
-        self.reach = reach
         ranks = min(hardware.ranks_per_node, hardware.world_size)
         self.device_bytes = hardware.device_memory_bytes
         if hardware.device == "cpu":

@@ -1,6 +1,6 @@
 """Micro-batches to evaluate, at every scale up to the edge of memory, and their upper limits.
 
-The limits are the size of the dataset, a factor on the sizes that ran (``Problem.reach``), and the gains of doublings.
+The limits are the size of the dataset, a factor on the sizes that ran (``REACH``), and the gains of doublings.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 
 from optuna_dsat.cost.numbers import Numbers
 from optuna_dsat.guided.candidates import CandidateTable, Observations
-from optuna_dsat.guided.problem import Problem
+from optuna_dsat.guided.problem import REACH, Problem
 
 LEAST_GAIN = 0.02
 """Relative gain of a doubling below which a larger micro-batch is not worth a launch."""
@@ -68,10 +68,8 @@ def _within_data(problem: Problem, samples_limit: int | None) -> int:
 
 def _within_reach(problem: Problem, observations: Observations) -> int:
     """Return the largest micro-batch within reach of the sizes that ran and of the baseline."""
-    if problem.reach is None:
-        return int(problem.sizes[-1])
     ran = max(observations.micro_batch[observations.fits], default=0)
-    within = problem.sizes[problem.sizes <= problem.reach * max(ran, problem.user_micro_batch)]
+    within = problem.sizes[problem.sizes <= REACH * max(ran, problem.user_micro_batch)]
     return int(within[-1] if len(within) else problem.sizes[0])
 
 

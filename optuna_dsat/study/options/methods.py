@@ -21,20 +21,7 @@ def default_stages(method: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LineageSettings:
-    """Options of the methods that raise a micro-batch step by step."""
-
-    free_batch: Annotated[
-        bool,
-        of_method(
-            help="Launch any micro-batch expected to fit: also beyond eight times the largest that fitted so far, "
-            "where a doubling gained less than 2%, and where a launch takes long relative to its expected gain."
-        ),
-    ] = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class RandomSettings(LineageSettings):
+class RandomSettings:
     """Options of ``random``."""
 
     trials_per_random_config: Annotated[
@@ -56,7 +43,7 @@ class RandomSettings(LineageSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BinarySettings(LineageSettings):
+class BinarySettings:
     """Options of ``binary``."""
 
     search_range_factor: Annotated[
@@ -92,7 +79,7 @@ class AshaSettings(BinarySettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GuidedSettings(LineageSettings):
+class GuidedSettings:
     """Options of ``guided``."""
 
     memory_margin: Annotated[

@@ -15,7 +15,7 @@ from optuna_dsat.config.space_builder import SearchSpace
 from optuna_dsat.guided.joint_estimate import JointEstimate
 from optuna_dsat.guided.planner import GuidedPlanner
 from optuna_dsat.guided.prior_knowledge import PriorKnowledge
-from optuna_dsat.guided.problem import REACH, Problem
+from optuna_dsat.guided.problem import Problem
 from optuna_dsat.pruners import AshaPruner, DeepSpeedPruner
 from optuna_dsat.samplers import BinarySearchSampler, GuidedSampler, LineageRandomSampler
 from optuna_dsat.study.profile.profiled import Profiled
@@ -107,7 +107,6 @@ def make_planner(
             memory_margin=spec.options.memory_margin,
             profile_steps=spec.end_profile_step,
             start_s=profiled.start_s,
-            reach=None if spec.options.free_batch else REACH,
             prior_knowledge=prior_knowledge,
         ),
         min_gain=spec.options.min_gain,
