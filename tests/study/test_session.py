@@ -332,20 +332,18 @@ def test_the_largest_global_batch_of_the_autotuning_section_bounds_the_micro_bat
 
 
 @pytest.mark.parametrize(
-    ("noise", "adaptive_steps", "fewest", "most"),
-    [(0.0, None, 3, 3), (0.3, None, 5, 15), (0.3, 40, 40, 40)],
+    ("noise", "fewest", "most"),
+    [(0.0, 3, 3), (0.3, 5, 15)],
 )
-def test_finalists_end_when_their_step_time_is_known(
-    bench: StudyBench, noise: float, adaptive_steps: int | None, fewest: int, most: int
-) -> None:
-    bench.run(bench.spec(max_trials=3, confirm=1, adaptive_steps=adaptive_steps), Hill(), noise=noise)
+def test_finalists_end_when_their_step_time_is_known(bench: StudyBench, noise: float, fewest: int, most: int) -> None:
+    bench.run(bench.spec(max_trials=3, confirm=1), Hill(), noise=noise)
     steps = [launch.steps for launch in launches_of(bench) if launch.round <= 2]
     assert steps
     assert all(fewest <= count <= most for count in steps), steps
 
 
 def test_finalists_end_earlier_where_launches_are_seen_to_differ_by_more_than_their_steps(bench: StudyBench) -> None:
-    bench.run(bench.spec(max_trials=5, confirm=3, adaptive_steps=40), Hill(), noise=0.1)
+    bench.run(bench.spec(max_trials=5, confirm=3, end_profile_step=10), Hill(), noise=0.1)
     launches = launches_of(bench)
     assert min(launch.steps for launch in launches if launch.round == 1) > 25
     assert max(launch.steps for launch in launches if launch.round > 2) < 20

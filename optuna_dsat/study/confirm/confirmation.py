@@ -190,7 +190,7 @@ class Confirmation:
         def is_enough(steps: Sequence[GlobalStep]) -> bool:
             if is_certain(steps, tolerance=tolerance):
                 return True
-            if self._spec.adaptive_steps is not None or input_variation(steps) or len(steps) < trial_steps(self._spec):
+            if input_variation(steps) or len(steps) < trial_steps(self._spec):
                 return False
             steps_s = sum(step.latency_s for step in steps)
             if len(steps) >= _FEWEST_LONG_STEPS and steps_s >= _LONG_S:

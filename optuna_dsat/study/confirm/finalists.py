@@ -32,9 +32,9 @@ _LEAST_SD = 1e-9
 def confirmation_end(spec: StudySpec) -> int:
     """Return the last step of a confirmation: by default it counts five times the steps of a trial, at least ten.
 
-    A launch with long steps ends earlier; ``--adaptive-steps`` allows more while the step time is uncertain.
+    A launch with long steps ends earlier.
     """
-    return spec.start_profile_step + max(10, 5 * trial_steps(spec), spec.adaptive_steps or 0) - 1
+    return spec.start_profile_step + max(10, 5 * trial_steps(spec)) - 1
 
 
 def trial_steps(spec: StudySpec) -> int:

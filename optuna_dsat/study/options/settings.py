@@ -436,13 +436,4 @@ class SearchSettings(ResultSettings, PlaceSettings, ClusterSettings):
         ),
         Field(ge=1),
     ] = 5
-    adaptive_steps: Annotated[
-        int | None,
-        measured(
-            help="Steps that a finalist may count while its step time is still uncertain.",
-            none="five times a trial's, at least 10",
-            budget=True,
-        ),
-        Field(ge=1),
-    ] = None
     random_seed: Annotated[int, measured(help="Seed of the search."), Field(ge=0, le=2**32 - 1)] = 42
