@@ -94,6 +94,7 @@ def test_what_a_shell_script_clears_stays_and_what_its_launch_names_is_kept(fold
     "line",
     [
         "cd inner\nPYTHONPATH=. nohup " + TORCHRUN,  # the interceptor is not on this path
+        f"cd inner\nnohup {TORCHRUN} > log 2>&1 &",
         "cd inner\nPATH=" + os.path.dirname(sys.executable) + ":/usr/bin:/bin "  # noqa: PTH120 - nor on this one
         "python -u -m torch.distributed.run --nproc_per_node 2 train.py --lr 3",
     ],

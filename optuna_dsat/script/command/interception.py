@@ -51,6 +51,8 @@ _REFUSED = re.compile(r"^[^:]*: error: |^(\w+\.)*\w+(Error|Exception): ")
 """Matches the beginning of an error message of argparse, or of an exception's last line."""
 _SHORTEST_WAIT_S = 0.3
 _LONGEST_WAIT_S = 3.0
+_BACKGROUND_S = 60.0
+"""Maximum time that processes which a command left behind may take to reach their launch."""
 _STDERR = 2
 _FIRST_BYTES = 256
 """Number of leading bytes of a file that identify its interpreter."""
@@ -344,6 +346,7 @@ def _first_ranks(
         start_new_session=True,
     )
     groups = {process.pid}
+    ended = started
     try:
         while True:
             code = process.poll()  # polled first: the record may be written just before the exit
@@ -360,7 +363,9 @@ def _first_ranks(
                 groups.update(int(rank["group"]) for rank in ranks)
                 same = {rank["process"]: rank for rank in ranks if rank["words"] == result["words"]}
                 return [result, *(same[process] for process in same if process != result["process"])]
-            if code is not None:
+            if code is None:
+                ended = time.monotonic()
+            elif time.monotonic() - ended > _BACKGROUND_S or not _has_processes(process.pid):
                 return code
             time.sleep(_POLL_S)
     finally:
@@ -368,6 +373,15 @@ def _first_ranks(
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(group, signal.SIGKILL)
         process.wait()
+
+
+def _has_processes(group: int) -> bool:
+    """Whether a command left processes behind, such as ``nohup torchrun ... &``."""
+    try:
+        os.killpg(group, 0)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
 
 
 def _keep_named(rank: Mapping[str, Any]) -> None:
