@@ -200,6 +200,22 @@ def test_what_launches_nothing_says_so(folder: Path) -> None:
         read(folder, "bash", "prepare.sh")
 
 
+@pytest.mark.parametrize("words", [("sbatch", "job.sh"), ("bash", "submit.sh")])
+def test_a_command_that_submits_a_job_submits_nothing(
+    folder: Path, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "bin").mkdir()
+    (folder / "bin/sbatch").write_text("#!/bin/sh\necho has begun >&2\n")
+    (folder / "bin/sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}/bin{os.pathsep}{os.environ['PATH']}")
+    (folder / "submit.sh").write_text("set -e\nsbatch --nodes=2 job.sh\n")
+    with pytest.raises(UsageError, match="ended with exit code 1 and launched no training"):
+        read(folder, *words)
+    shown = capfd.readouterr().err
+    assert "has begun" not in shown
+    assert "sbatch: not submitted." in shown
+
+
 def test_another_environment_is_named(folder: Path) -> None:
     venv.create(folder / "other", with_pip=False)
     command = read_command(["env", f"{folder}/other/bin/python", "train.py"], cwd=folder)

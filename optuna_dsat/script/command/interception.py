@@ -58,6 +58,13 @@ _FIRST_BYTES = 256
 """Number of leading bytes of a file that identify its interpreter."""
 _SHELLS = (".sh", ".bash", ".zsh")
 _PYTHONS = ("python", "python3", f"python3.{sys.version_info.minor}")
+_SUBMITTERS = ("sbatch", "qsub", "bsub", "condor_submit")
+"""Programs that submit a job, whose ranks start elsewhere and later."""
+_SUBMITS_NOTHING = """\
+#!/bin/sh
+echo "$(basename "$0"): not submitted. A job starts later: name its script, as in 'optuna-dsat METHOD bash JOB.sh'." >&2
+exit 1
+"""
 _STARTERS = frozenset(
     {"Popen", "call", "check_call", "check_output", "execvp", "execvpe", "execv", "popen", "run", "system"}
 )
@@ -306,16 +313,21 @@ def _reason(log: Path, *, code: int) -> str:
 
 
 def _install_interceptor(folder: Path, python: str) -> None:
-    """Fill a folder for the front of PATH and PYTHONPATH: Python runs ``interceptor``, even if PYTHONPATH is reset."""
+    """Fill a folder for the front of PATH and PYTHONPATH: Python runs ``interceptor``, even if PYTHONPATH is reset.
+
+    Programs that submit a job are replaced: nothing is submitted.
+    """
     shutil.copyfile(interceptor.__file__, folder / "sitecustomize.py")
+    shims = {name: _SUBMITS_NOTHING for name in _SUBMITTERS if shutil.which(name)}
     for name in (*interceptor.LAUNCHERS, *_PYTHONS):
         real = shutil.which(name) or shutil.which(name, path=str(Path(python).parent))
         if real is None:
             continue
-        shim = folder / name
         text = f'PYTHONPATH={shlex.quote(str(folder))}"${{PYTHONPATH:+:$PYTHONPATH}}" exec {shlex.quote(real)} "$@"'
-        shim.write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
-        shim.chmod(0o700)
+        shims[name] = f"#!/bin/sh\n{text}\n"
+    for name, text in shims.items():
+        (folder / name).write_text(text, encoding="utf-8")
+        (folder / name).chmod(0o700)
 
 
 def _in_front(folder: Path, path: str) -> str:
