@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from optuna_dsat.runtime.adapt.batch_sources import BatchSources
+from optuna_dsat.runtime.adapt.config import with_option
 from optuna_dsat.runtime.imports import ImportWatch
 from optuna_dsat.script.batch_rule import guesses
 
@@ -102,6 +103,13 @@ def test_what_fire_takes_by_its_place_cannot_follow(watch: Any) -> None:
 
     assert fire.Fire(run, serialize=lambda _: None) == 6
     assert not guesses(made.event(rank=0), fed=6, ranks=1)
+
+
+def test_pairs_of_a_key_and_a_value_override_settings_too(watch: Any) -> None:
+    made = watch("yaml", arguments=["--cfg", "run.yaml", "TRAIN.BATCH_SIZE", "6", "TRAIN.EPOCHS", "6"])
+    (rule,) = guesses(made.event(rank=0), fed=6, ranks=1)
+    assert (rule.kind, rule.option) == ("option", "TRAIN.BATCH_SIZE")
+    assert with_option(["TRAIN.BATCH_SIZE", "6"], rule.option, "8") == ["TRAIN.BATCH_SIZE", "8"]
 
 
 def test_a_file_that_omegaconf_reads_is_a_settings_file(watch: Any, tmp_path: Path) -> None:

@@ -64,14 +64,14 @@ _DEPTH = 8
 
 @cache  # called at each forward pass
 def _numbers_in(arguments: Sequence[str]) -> dict[str, int]:
-    """Return the sizes in arguments ``key=N``, and the batch sizes in ``--key N`` and ``--key=N``."""
+    """Return the sizes in arguments ``key=N``, and the batch sizes in ``--key N``, ``--key=N`` and ``KEY N`` (yacs)."""
     result: dict[str, int] = {}
     for word, following in zip(arguments, [*arguments[1:], ""]):
         name, equals, value = word.partition("=")
-        is_option = name.startswith("-")
-        text = value if equals else following if is_option else ""
-        if name and text.isdecimal() and is_size(int(text)) and (not is_option or names_training_batch(name)):
-            result.setdefault(name if is_option else f"{name.lstrip('+')}=", int(text))
+        is_override = bool(equals) and not name.startswith("-")
+        text = value if equals else following
+        if name and text.isdecimal() and is_size(int(text)) and (is_override or names_training_batch(name)):
+            result.setdefault(f"{name.lstrip('+')}=" if is_override else name, int(text))
     return result
 
 
