@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -187,6 +187,32 @@ def multiprocessing(spawn: Callable[..., Any], *, on_spawn: Callable[[], None] =
     module.spawn = module.start_processes = spawn
     spawn_in_place(module, rank=RANK, on_spawn=on_spawn)
     return module
+
+
+@pytest.fixture(autouse=True)
+def launcher(monkeypatch: pytest.MonkeyPatch) -> Any:
+    class ElasticLaunch:
+        def __init__(self, count: int, entrypoint: Any) -> None:
+            self._config, self._entrypoint = SimpleNamespace(nproc_per_node=count), entrypoint
+
+        def __call__(self, *_: Any) -> str:
+            return "started"
+
+    module: Any = ModuleType("torch.distributed.launcher.api")
+    module.elastic_launch = ElasticLaunch
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    return module
+
+
+def test_ranks_of_torchrun_as_a_function_are_the_ranks(launcher: Any) -> None:
+    ran: list[Any] = []
+    multiprocessing(print, on_spawn=lambda: ran.append("noted"))
+    assert launcher.elastic_launch(2, lambda word: ran.append(word))("a") == {1: None}
+    assert ran == ["noted", "a"]
+    assert launcher.elastic_launch(4, "train.py")() == "started"
+    with pytest.raises(ValueError, match=r"the script starts 4 ranks itself, .* tune with --gpus-per-trial 4"):
+        launcher.elastic_launch(4, print)()
 
 
 def test_as_many_processes_as_ranks_are_the_ranks() -> None:

@@ -138,7 +138,10 @@ def join_group(rank: Rank) -> Callable[[Any], None]:
 
 
 def spawn_in_place(multiprocessing: Any, *, rank: Rank, on_spawn: Callable[[], None]) -> None:
-    """Make spawn functions run only this rank's function, in this process, if ``nprocs`` is the rank count."""
+    """Make spawn functions run only this rank's function, in this process, if ``nprocs`` is the rank count.
+
+    So does torchrun called as a function (``elastic_launch``), as by accelerate's ``notebook_launcher``.
+    """
 
     def start(
         original: Any, fn: Callable[..., Any], args: Sequence[Any] = (), nprocs: int = 1, *rest: Any, **options: Any
@@ -159,6 +162,20 @@ def spawn_in_place(multiprocessing: Any, *, rank: Rank, on_spawn: Callable[[], N
 
     for name in ("spawn", "start_processes"):
         patch(multiprocessing, name)(start)
+
+    def launch(original: Any, launcher: Any, *args: Any) -> Any:
+        count = launcher._config.nproc_per_node
+        if not callable(launcher._entrypoint):
+            return original(launcher, *args)
+        if count != rank.local_world_size:
+            raise ValueError(wrong_number(f"the script starts {count} ranks itself", count, rank.local_world_size))
+        on_spawn()
+        return {rank.local_rank: launcher._entrypoint(*args)}
+
+    def launcher_imported(module: Any) -> None:
+        patch(module.elastic_launch, "__call__")(launch)
+
+    ImportWatch({"torch.distributed.launcher.api": launcher_imported}).install()
 
 
 def _without_engine(fn: Callable[..., Any], refusal: str, index: int, *args: Any) -> None:
