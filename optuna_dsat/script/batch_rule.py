@@ -190,13 +190,14 @@ def guesses(
     steps: int = 1,
     present: int | None = None,
     configured: int | None = None,
+    reads_launch: bool = True,
 ) -> list[BatchRule]:
     """Return candidate sources of the batch size, likeliest first: options, settings files, data loaders.
 
     If the engine was fed more rows (``fed``) than ``present``, the micro-batch of the user's config, numbers equal to
     that micro-batch come first: each sample may be several rows (views, pairs, groups). ``configured`` is the
     micro-batch of the profile launch, if the rows may be a multiple of it. ``steps`` are the script's accumulation
-    steps.
+    steps. ``reads_launch`` is whether a DeepSpeed config that the script reads is the launch's.
     """
     as_config = (
         [] if present is None or present == fed else _of_size(sources, present, fed=fed, ranks=ranks, steps=steps)
@@ -224,7 +225,7 @@ def guesses(
     likely = [rule for rule in alike if rule.is_likely]
     unlikely = [rule for rule in alike if not rule.is_likely]
     if fed == present == configured:  # an option first: a script that follows the config may be given it as well
-        likely = [rule for rule in likely if rule.key != MICRO_BATCH]  # a DeepSpeed config that the script reads
+        likely = [rule for rule in likely if rule.key != MICRO_BATCH or not reads_launch]
         options = [rule for rule in likely if rule.kind == "option"]
         others = [rule for rule in likely if rule.kind != "option"]
         return [*options, *follows, *others, *unlikely][:_MOST_GUESSES] if likely else []

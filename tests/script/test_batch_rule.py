@@ -106,6 +106,17 @@ def test_a_setting_of_a_file_and_a_loader_are_told_to_the_ranks() -> None:
     assert of_loader.advice({MICRO_BATCH: 4}) == ""
 
 
+@pytest.mark.parametrize(
+    ("reads_launch", "kinds"), [(True, ["config", "loader"]), (False, ["config", "setting", "loader"])]
+)
+def test_a_config_that_the_script_opens_by_its_own_name_is_a_settings_file(
+    reads_launch: bool, kinds: list[str]
+) -> None:
+    noted = found(settings=[{"file": "/a/ds.json", "key": MICRO_BATCH, "value": 4}], loaders=[loader()])
+    rules = guesses(noted, fed=4, ranks=2, present=4, configured=4, reads_launch=reads_launch)
+    assert [rule.kind for rule in rules] == kinds
+
+
 def test_a_rule_is_stored_whole() -> None:
     rule = BatchRule(kind="option", own=4, option="--batch-size")
     assert BatchRule.from_json(rule.to_json()) == rule

@@ -79,7 +79,12 @@ def find_batch_rule(
             fed[size] = proof.observed_micro_batch
         return proof.observed_micro_batch == Fraction(*guess.rows) * size
 
-    possible = guesses(sources, fed=observed, ranks=ranks, steps=steps, present=present, configured=configured)
+    known: dict[str, Any] = {
+        "present": present,
+        "configured": configured,
+        "reads_launch": bool(spec.script.config_path),
+    }
+    possible = guesses(sources, fed=observed, ranks=ranks, steps=steps, **known)
     for index, guess in enumerate(possible):
         if mapped and guess.kind != "config":
             continue
