@@ -183,6 +183,8 @@ def is_same_file(candidate: str, path: str) -> bool:
 _WRITING = frozenset("wax+")
 _MOST_CHARS = 2**16
 """Maximum size of a copy of the config; larger files are data."""
+_MOST_FILES = 1000
+"""Maximum number of files compared with the config: data may be many files."""
 
 
 @contextmanager
@@ -200,12 +202,12 @@ def reads_redirected(
         return
     real = io.open
     name, own_name = Path(user_config).name, Path(config).name
-    config, suffix = _content(user_config, real), Path(name).suffix
+    content, suffix, checks = _content(user_config, real), Path(name).suffix, iter(range(_MOST_FILES))
 
     def is_copy(path: str | os.PathLike[str]) -> bool:
         text = os.fspath(path)
-        is_alike = config and suffix and isinstance(text, str) and text.endswith(suffix) and Path(text).is_file()
-        return bool(is_alike and _content(text, real) == config)
+        may_be = content and suffix and isinstance(text, str) and text.endswith(suffix) and next(checks, None) is not None
+        return bool(may_be and Path(text).is_file() and _content(text, real) == content)
 
     def redirected(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         if isinstance(file, (str, os.PathLike)) and not _WRITING & set(mode):
