@@ -348,7 +348,7 @@ class LaunchRecord:
         return max((step.peak_allocated_bytes for step in self.boundaries), default=0)
 
     def add(self, event: Event) -> GlobalStep | None:
-        """Add an event; return the global step that it completes, or None if there is none or it was skipped."""
+        """Add an event; return the global step that it completes, or None without one or if it was skipped."""
         if isinstance(event, EngineReady):
             if self.engine is None:
                 self.engine = event

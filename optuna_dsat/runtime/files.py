@@ -87,7 +87,7 @@ def set_aside(path: Path) -> Path:
 def _open_locked(temporary: Path) -> TextIO:
     """Open a file for writing and lock it; retry if another process removed it as abandoned before it was locked."""
     while True:
-        file = temporary.open("w", encoding="utf-8", errors="surrogateescape")  # bytes of variables that are no UTF-8
+        file = temporary.open("w", encoding="utf-8", errors="surrogateescape")  # bytes of variables that are not UTF-8
         with contextlib.suppress(OSError):  # a file system without locks: no process removes the file there
             fcntl.flock(file, fcntl.LOCK_EX)
         if os.fstat(file.fileno()).st_nlink:

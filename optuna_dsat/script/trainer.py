@@ -52,7 +52,7 @@ class ScriptTrainer(Record):
     options: Mapping[str, str]
     """Key of the DeepSpeed config -> equivalent option of the script; without keys that the code sets."""
     source: Mapping[str, Any] = field(default_factory=dict)
-    """Number in a settings file that sets the micro-batch, as in ``BatchRule.source``; empty if there is none."""
+    """Number in a settings file that sets the micro-batch, as in ``BatchRule.source``; empty without one."""
 
     @classmethod
     def from_event(cls, event: TrainerFound) -> ScriptTrainer:

@@ -77,7 +77,7 @@ def addresses() -> list[tuple[str, str]]:
 
 
 def interface_of(address: str) -> str:
-    """Return the interface with this address; empty if there is none."""
+    """Return the interface with this address; empty without one."""
     for name, all_ in psutil.net_if_addrs().items():
         if any(item.address == address for item in all_):
             return name

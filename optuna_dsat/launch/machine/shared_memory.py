@@ -87,7 +87,7 @@ class SharedMemoryWatch:
         return frozenset(self._found)
 
     def check(self, now: float) -> None:
-        """Look for the owners of new files; costs next to nothing if there are no new files."""
+        """Look for the owners of new files; costs next to nothing without new files."""
         unknown = frozenset(file for file in _files() - self._before if SHARED_MEMORY / file[0] not in self._found)
         if unknown - self._unknown:
             self._pause_s, self._look_at = _PAUSE_S, now

@@ -84,7 +84,7 @@ class Forking:
         self._read: set[str] = set()
         """Environment variables that the server's imports have read."""
         self._proven: Preload | None = None
-        """Imports of a forked launch that has trained; None if there is none."""
+        """Imports of a forked launch that has trained; None without one."""
 
     def prepare(self, preload: Preload) -> None:
         """Set the modules that launches share; imported at once if the server runs, else with the first launch."""

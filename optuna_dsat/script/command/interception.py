@@ -337,7 +337,7 @@ def _in_front(folder: Path, path: str) -> str:
 def _first_ranks(
     words: Sequence[str], record: Path, *, cwd: Path, environ: Mapping[str, str], output: IO[bytes] | None
 ) -> list[dict[str, Any]] | int:
-    """Run a command until it starts a rank. Return its record, or the exit code if there is none.
+    """Run a command until it starts a rank. Return its record, or the exit code if it starts none.
 
     Records of the other ranks follow if neither a launcher nor a variable gives the number of ranks.
     """

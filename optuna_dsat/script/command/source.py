@@ -33,7 +33,7 @@ def python_tree(file: Path, what: str) -> ast.Module:
 
 
 def module_file(name: str, cwd: Path, *, of_package: str = "__main__.py", python: str | None = None) -> Path | None:
-    """Return the file that ``python -m name`` runs in ``cwd``; None if there is none.
+    """Return the file that ``python -m name`` runs in ``cwd``; None without one.
 
     The working directory precedes installed packages. Nothing is imported, so submodules of a package that extends its
     ``__path__`` on import are not found. With ``__init__.py`` of a package, it is the file that ``import name`` runs.
