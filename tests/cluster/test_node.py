@@ -19,15 +19,7 @@ import pytest
 
 from optuna_dsat.launch.agent import run
 from optuna_dsat.launch.agent.agent import Doorbell, NodeAgent, addresses, digest_of, free_port, interface_of, reached
-from optuna_dsat.launch.agent.files import (
-    HEARD_S,
-    TOKEN,
-    Joiner,
-    LaunchFiles,
-    hand_over_trackers,
-    to_lines,
-    write_tracker,
-)
+from optuna_dsat.launch.agent.files import HEARD_S, Joiner, LaunchFiles, to_lines
 from optuna_dsat.launch.event_log import GrowingFile
 from optuna_dsat.launch.places.slurm import cause_in, job_in, place_arguments
 from optuna_dsat.launch.protocol import Conditions, EndFacts, LaunchRequest
@@ -117,7 +109,6 @@ def test_a_launch_that_cannot_start_is_told_and_takes_no_slot(agent: NodeAgent, 
     look(agent, slots=1)
     wire = request(tmp_path, script=STUB, slots=2).to_json()
     order = {"do": "launch", "request": wire, "environ": {}, "warm": False, "rendezvous": None}
-    order["trackers"] = {"folder": str(tmp_path), "token": ""}
     assert answer(agent, order)["news"] == "failed"
     assert present(agent._machine).pool.free == 1
 
@@ -150,7 +141,7 @@ def test_a_trial_whose_files_cannot_be_written_ends_the_launch_that_it_was_to_co
     look(agent, slots=1)
     first = request(tmp_path, launch_id="first", script=STUB, slots=1, continues=True)
     order = {"do": "launch", "request": first.to_json(), "warm": False, "rendezvous": None, "environ": {}}
-    agent.take({**order, "trackers": {"folder": str(tmp_path), "token": ""}})
+    agent.take(order)
     agent._launches["first"].processes = cast(Any, Measuring())
     [conditions] = [item for item in agent.advance() if item["news"] == "conditions"]
     assert conditions["conditions"]["cores"] == 2, "before its processes are gone"
@@ -177,7 +168,6 @@ def test_what_takes_long_on_a_node_is_told_until_it_is_over(
     monkeypatch.setattr(Forking, "is_ready", property(lambda _: bool(ready)))
     wire = request(tmp_path, script=STUB, slots=1).to_json()
     order = {"do": "launch", "request": wire, "environ": {}, "warm": True, "rendezvous": None}
-    order["trackers"] = {"folder": str(tmp_path), "token": ""}
     assert answer(agent, order) == {"news": "phase", "words": IMPORTING}
     assert agent.advance() == []
     agent.take({"do": "end", "launch_id": "trial-0000"})
@@ -208,41 +198,6 @@ def test_a_file_is_passed_on_as_it_grows(tmp_path: Path) -> None:
     os.mkfifo(growing.path)  # which blocks who opens it
     growing.offset = -1
     assert growing.read_lines() == []
-
-
-def test_what_trackers_wrote_is_sent_in_pieces_but_for_what_is_too_large(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("optuna_dsat.launch.agent.files._MOST_AT_ONCE", 4)
-    monkeypatch.setattr("optuna_dsat.launch.agent.files._MOST_OF_TRACKERS", 100)
-    there, words = RunDirectory.create(tmp_path / "there", "trial-0000"), list[str]()
-    here = RunDirectory.create(tmp_path / "here", "trial-0000")
-    for name, size in {"wandb/run-1/log": 10, "mlflow/empty": 0, "huge": 101}.items():
-        path = there.trackers_dir / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(bytes(range(size)))
-    (there.trackers_dir / "latest").symlink_to(there.trackers_dir / "wandb")
-    for node, token in ((0, "another"), (1, "another")):
-        for piece in hand_over_trackers(
-            there.trackers_dir, here.trackers_dir, token, node=node, on_notice=words.append
-        ):
-            write_tracker(here, json.loads(json.dumps(piece)))
-    write_tracker(here, {"file": "../outside", "begin": 0, "data": ""})
-    result = {str(p.relative_to(here.root)): p.read_bytes() for p in here.root.rglob("*") if p.is_file()}
-    own = {"wandb/run-1/log": bytes(range(10)), "mlflow/empty": b""}
-    assert result == {f"trackers/{where}{name}": data for where in ("", "node1/") for name, data in own.items()}
-    assert words == ["huge (0 MiB) of the trackers is too large to be sent, and is lost."] * 2
-
-
-def test_what_trackers_wrote_is_moved_where_the_heads_folder_is_seen(tmp_path: Path) -> None:
-    there, here = tmp_path / "there", tmp_path / "here"
-    (there / "wandb").mkdir(parents=True)
-    (there / "wandb" / "log").write_text("loss")
-    here.mkdir()
-    (here / TOKEN).write_text("the same")
-    assert list(hand_over_trackers(there, here, "the same", node=0, on_notice=print)) == []
-    assert (here / "wandb" / "log").read_text() == "loss"
-    assert not (there / "wandb" / "log").exists()
 
 
 class Talk:

@@ -30,13 +30,6 @@ from tests.harness.launches import DS_CONFIG, events, reports, request, updates_
 from tests.harness.slurm import SlurmCluster, stretched
 from tests.harness.workers import wait_until
 
-TRACKING = """import os
-from pathlib import Path
-
-folder = Path(os.environ["WANDB_DIR"]) / "offline-run"
-folder.mkdir(exist_ok=True)
-(folder / f"rank{os.environ['RANK']}").write_text("x" * 300_000)
-"""
 RELEASE_S = 5.0
 """Longest time from a release until a place that waited for it is ready, on a machine with nothing else to do."""
 
@@ -148,22 +141,6 @@ def test_a_launch_has_its_ranks_on_two_nodes(launcher: TorchrunLauncher, tmp_pat
     folder = tmp_path / "out" / "trial-0000"
     assert {path.name for path in (folder / "events").iterdir()} == {"rank0.jsonl", "rank1.jsonl"}
     assert (folder / "logs" / "rank1.stderr.log").exists() or (folder / "logs" / "rank1.stdout.log").exists()
-
-
-@pytest.mark.torchrun
-@pytest.mark.parametrize("shared", [True, False])
-def test_what_trackers_write_lies_in_the_heads_folder(
-    launcher: TorchrunLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
-) -> None:
-    if not shared:
-        monkeypatch.setattr("optuna_dsat.launch.places.cluster.TOKEN", ".elsewhere")  # where no node looks
-    script = tmp_path / "train.py"
-    script.write_text(TRACKING)
-    launcher.start(request(tmp_path, script=str(script)))
-    finish(launcher)
-    folder = tmp_path / "out" / "trial-0000" / "trackers"
-    result = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
-    assert result == {"offline-run/rank0": "x" * 300_000, "node1/offline-run/rank1": "x" * 300_000}
 
 
 @pytest.mark.torchrun

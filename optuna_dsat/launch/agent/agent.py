@@ -9,7 +9,7 @@ Commands and messages are JSON objects with their kind in ``do`` and ``news``:
     port      -> port      a free port on this node
                  phase     a slow activity here; empty at its end
     prepare   -> prepared  imports before a fork, compiled operators
-    launch    -> started, then events, log, state and usage, then gone, tracker and free; or failed
+    launch    -> started, then events, log, state and usage, then gone and free; or failed
     continue               has the ranks of a launch measure another trial, whose name the messages then have
     dismiss                has ranks that wait for another trial leave
     end       -> gone      kills a launch (``ranks_only``: all but torchrun)
@@ -284,7 +284,6 @@ class NodeAgent:
             environ=self._environ,
             forking=Forking(log, enabled=True, on_notice=self._notice),
             new_folder=self._new_folder,
-            on_notice=self._notice,
             cpu_memory_bytes=available_memory_bytes() * 3 // 4 // len(devices.devices),
         )
 

@@ -3,19 +3,17 @@
 An engine may join the output of many agents into a single stream, and keep only short lines whole. A message is
 therefore written as lines of at most ``_PIECE`` bytes: ``NODE+piece``, and ``NODE.piece`` for the last line.
 
-Events and logs are forwarded as they grow, trackers' output at the end; also if node and head share a file system,
-since network file systems show changes late.
+Events and logs are forwarded as they grow; also if node and head share a file system, since network file systems show
+changes late. What trackers write is removed with the node's files.
 """
 
 from __future__ import annotations
 
-import base64
 import json
-import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from optuna_dsat.launch.event_log import START_BYTES, GrowingFile, LogLimit, dropped_in_words
@@ -77,15 +75,10 @@ class Joiner:
         self.strays = [*self.strays, line.decode("utf-8", errors="replace").strip()][-20:]
 
 
-TOKEN = ".token"
-"""File in the head's tracker folder by whose content a node recognises that it sees the same folder."""
-
 _MOST_AT_ONCE = 2**18
 """Maximum bytes of a file forwarded at a time."""
 _MOST_BEHIND = 8 * 2**20
 """Maximum unsent bytes of a log, before a part is skipped."""
-_MOST_OF_TRACKERS = 32 * 2**20
-"""Maximum total bytes of tracker files forwarded per node and launch."""
 
 
 class LaunchFiles:
@@ -117,49 +110,6 @@ class LaunchFiles:
         self._limit.check(time.monotonic())
 
 
-def hand_over_trackers(
-    folder: Path, target: Path, token: str, *, node: int, on_notice: Callable[[str], None]
-) -> Iterator[dict[str, Any]]:
-    """Move all tracker files to the head's folder if it is visible here (by ``token``), else yield them in pieces.
-
-    Files of node 1 are put in its ``node1``.
-    """
-    below = PurePosixPath(f"node{node}" if node else ".")
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink()]
-    if files and _content(target / TOKEN) == token:
-        for path in files:
-            place = target / below / path.relative_to(folder)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            shutil.move(path, place)
-        return
-    left_bytes = _MOST_OF_TRACKERS
-    for path in files:
-        size_bytes = path.stat().st_size
-        name = path.relative_to(folder).as_posix()
-        if size_bytes > left_bytes:
-            on_notice(f"{name} ({size_bytes / 2**20:.0f} MiB) of the trackers is too large to be sent, and is lost.")
-            continue
-        left_bytes -= size_bytes
-        yield from _pieces(path, str(below / name))
-
-
-def _content(path: Path) -> str:
-    with suppress(OSError, UnicodeDecodeError):
-        return path.read_text(encoding="utf-8")
-    return ""
-
-
-def _pieces(path: Path, name: str) -> Iterator[dict[str, Any]]:
-    """Yield a file's content in pieces; an empty file is a single empty piece."""
-    with path.open("rb") as file:
-        begin = 0
-        while (data := file.read(_MOST_AT_ONCE)) or not begin:
-            yield {"file": name, "begin": begin, "data": base64.b64encode(data).decode("ascii")}
-            if not data:
-                return
-            begin += len(data)
-
-
 def append_events(directory: RunDirectory, message: Mapping[str, Any], *, ahead_s: float) -> None:
     """Append a rank's lines to its event file, with times converted to the head's clock."""
     lines = [str(line) for line in message["lines"]]
@@ -181,14 +131,3 @@ def append_log(directory: RunDirectory, message: Mapping[str, Any]) -> None:
     """Append to a log."""
     with (directory.log_dir / Path(message["file"]).name).open("a", encoding="utf-8") as file:
         file.write(message["text"])
-
-
-def write_tracker(directory: RunDirectory, message: Mapping[str, Any]) -> None:
-    """Write a piece of a node's tracker file; paths outside the tracker folder are ignored."""
-    name = PurePosixPath(str(message["file"]))
-    if name.is_absolute() or ".." in name.parts:
-        return
-    path = directory.trackers_dir / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab" if message["begin"] else "wb") as file:
-        file.write(base64.b64decode(message["data"]))

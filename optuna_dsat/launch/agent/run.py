@@ -9,14 +9,14 @@ from __future__ import annotations
 import shutil
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from optuna_dsat.launch.agent.command import prepare_launch, start_torchrun, write_run_directory
-from optuna_dsat.launch.agent.files import LaunchFiles, hand_over_trackers
+from optuna_dsat.launch.agent.files import LaunchFiles
 from optuna_dsat.launch.machine.host import BesideWatch, ProcessUsage
 from optuna_dsat.launch.machine.journal import remove_noted
 from optuna_dsat.launch.machine.operators import remove_stale_locks
@@ -250,7 +250,6 @@ class Machine:
     forking: Forking
     new_folder: Callable[[], tuple[Path, Path]]
     """Returns a folder for a run directory, and the journal of the files that a launch may leave elsewhere."""
-    on_notice: Callable[[str], None]
     cpu_memory_bytes: int = 0
     """Memory limit of a rank on the CPU if the study sets none, in bytes."""
 
@@ -306,7 +305,6 @@ class NodeLaunch:
         first = machine.node * count
         self._ranks = range(first, first + count)
         self._files = LaunchFiles(self._directory, ranks=self._ranks, node=machine.node)
-        self._trackers = self._hand_over_trackers(**order["trackers"])
         if self._warm:
             machine.forking.begin(self._prepared.environ, python=self._request.command.interpreter)
 
@@ -378,22 +376,11 @@ class NodeLaunch:
         self._news.append({"news": kind, "launch_id": self.name, **content})
 
     def _return_devices(self, now: float) -> None:
-        """Send the files of trackers, wait until the devices are free, and leave."""
-        if (piece := next(self._trackers, None)) is not None:
-            self._say("tracker", **piece)
-            return
+        """Wait until the devices are free, and leave."""
         note = "" if self.processes is None else self.processes.release(now)
         if note is not None:
             self._leave()
             self._say("free", note=note)
-
-    def _hand_over_trackers(self, folder: str, token: str) -> Iterator[dict[str, Any]]:
-        """Yield what trackers wrote in pieces; begins once it is read, when all processes are gone."""
-        local, machine = self._directory.trackers_dir, self._machine
-        try:
-            yield from hand_over_trackers(local, Path(folder), token, node=machine.node, on_notice=machine.on_notice)
-        except OSError as error:
-            machine.on_notice(f"What trackers wrote in {self.name} could not be kept: {error}.")
 
     def take_on(self, order: Mapping[str, Any]) -> None:
         """Have the ranks, which wait for it, measure another trial."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from optuna_dsat.launch.agent.command import write_run_directory
-from optuna_dsat.launch.agent.files import TOKEN, append_events, append_log, write_tracker
+from optuna_dsat.launch.agent.files import append_events, append_log
 from optuna_dsat.launch.isolation import FolderWatch
 from optuna_dsat.launch.launch import Launch, WaitingLaunch
 from optuna_dsat.launch.machine.nvml import DeviceError
@@ -162,15 +161,11 @@ class Cluster:
         remote.ordered = True
         request = launch.request
         secrets = values_for([request.command.args, request.ds_config, request.overlay, request.env], self._environ)
-        token = uuid.uuid4().hex
-        folder = remote.trackers_dir = launch.directory.trackers_dir
-        launch.directory.write_text(folder / TOKEN, token)
         order: dict[str, Any] = {
             "do": "launch",
             "request": self._on_the_wire(request),
             "environ": secrets,
             "warm": self._forking.enabled and launch.repeats is None,
-            "trackers": {"folder": str(folder), "token": token},
         }
         for node in range(self._layout.nodes):
             rendezvous = remote.place.rendezvous(node, port)
@@ -229,8 +224,6 @@ class Cluster:
             append_events(launch.directory, message, ahead_s=place.clock_ahead_s(news.node))
         elif kind == "log":
             append_log(launch.directory, message)
-        elif kind == "tracker":
-            write_tracker(launch.directory, message)
         else:
             remote.note(news.node, message)
         if kind == "started" and remote.started:
@@ -311,8 +304,6 @@ class Cluster:
     def ended(self, launch: Launch, *, note: str) -> None:  # noqa: ARG002 - nodes deal with devices that are not free
         """Forget a launch; its place is idle."""
         _, remote = self._launches.pop(launch.request.launch_id)
-        if remote.trackers_dir is not None:
-            (remote.trackers_dir / TOKEN).unlink(missing_ok=True)
         remote.place.launch_id = None
         if remote.place.stage is not Stage.LOST:
             self._losses = 0

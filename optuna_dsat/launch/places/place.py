@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 from optuna_dsat.launch.machine.host import ProcessUsage
@@ -266,8 +265,6 @@ class RemoteLaunch:
         """The command of node 0."""
         self.failure = ""
         """Why a node could not start its ranks; empty if all could."""
-        self.trackers_dir: Path | None = None
-        """Folder of the head for what trackers write; None before the nodes were told to start it."""
         self.is_lost = False
         """Whether the allocation is gone, which ends its processes."""
         self._launch_id = launch_id
