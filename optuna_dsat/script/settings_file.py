@@ -3,13 +3,14 @@
 The config is in an option, an argument, or a key of a settings file.
 
 The copy has the best batch size where the script reads it, and the best config: as the whole file, as a section of it,
-or by its path, as the script's file has its own config. The rest of the file is unchanged.
+or by its path, as the script's file has its own config. The other values are unchanged; comments are not kept.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,8 +130,6 @@ def _named_in(result: Any, *, folders: Sequence[Path], depth: int = 6, within: s
 
 _DEPTH = 6
 """Maximum nesting depth at which a section is searched for."""
-_ONE_LINE = 2**30
-"""Line width at which YAML writes any mapping on one line."""
 _WRITTEN = re.compile(r"(^|_)(out|output|outputs|log|logs|logging|save|run)(_|$)", re.IGNORECASE)
 """Keys of paths that a script writes to; they may exist from an earlier run."""
 
@@ -183,9 +182,9 @@ def settings_copy(
     """Return a copy of a settings file among the arguments; None if the user has to edit the file.
 
     None is returned if no argument names such a file, if its format is not JSON or YAML, if a path or custom tag in it
-    may refer to a neighbouring file, which the copy would miss, or if the edited text does not parse to exactly the
-    change. A file or section is the script's config if the script passes it to DeepSpeed, apart from batch sizes and
-    settings that the script adds, such as scheduler steps.
+    may refer to a neighbouring file, which the copy would miss, or if an alias repeats what is to be changed. A file or
+    section is the script's config if the script passes it to DeepSpeed, apart from batch sizes and settings that the
+    script adds, such as scheduler steps.
 
     ``source`` is that of the script's batch size (``BatchRule.source``), ``config`` the best config with all batch
     sizes, ``user`` the config that the script itself passes. ``sections`` is whether the config may be a section of the
@@ -233,10 +232,9 @@ def _is_path(value: Any, path: str, file: Path, cwd: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class _Document:
-    """A settings file, as text and as data."""
+    """A settings file and its data."""
 
     file: Path
-    text: str
     settings: Any
 
     @classmethod
@@ -247,7 +245,7 @@ class _Document:
         except (OSError, ValueError):
             return None
         settings = parsed_settings(text, file.suffix)
-        return None if settings is None else cls(file=file, text=text, settings=settings)
+        return None if settings is None else cls(file=file, settings=settings)
 
     def config_change(
         self, batch_key: str | None, config: Mapping[str, Any], *, user: Mapping[str, Any], sections: bool
@@ -272,35 +270,22 @@ class _Document:
         return {key: merge(kept, _without_added(config, user=user, record=record))}
 
     def changed(self, changes: Mapping[_Key, Any]) -> str | None:
-        """Return the text with other values at some keys; None if not possible, or without changes."""
+        """Return a file with other values at some keys; None if not possible, or without changes."""
         import yaml
 
         values = dict(_values(self.settings))
         rest = [key for key in values if not any(key[: len(at)] == at for at in changes)]
         if not changes or not changes.keys() <= values.keys() or any(self._may_need(key, values[key]) for key in rest):
             return None
+        uses = Counter(id(value) for value in values.values() if isinstance(value, (Mapping, list)))
+        if any(uses[id(values[key[:depth]])] > 1 for key in changes for depth in range(len(key) + 1)):
+            return None  # an alias repeats what is to be changed
         expected = self.settings
         for key, value in changes.items():
             expected = _replaced(expected, key, value)
         if self.file.suffix == ".json":
             return json.dumps(expected, indent=2) + "\n"
-        text, nodes = self.text, dict(_nodes(yaml.compose(self.text, Loader=yaml.SafeLoader)))
-        if not changes.keys() <= nodes.keys():  # a merged mapping
-            return None
-        for key in sorted(changes, key=lambda key: nodes[key].start_mark.index, reverse=True):
-            node = nodes[key]
-            text = f"{text[: node.start_mark.index]}{self._written(changes[key], node)}{text[_end(node) :]}"
-        return text if parsed_settings(text, self.file.suffix) == expected else None
-
-    def _written(self, value: Any, node: Any) -> str:
-        """Format a value as replacement of a YAML node; a mapping in block style if the node has block style."""
-        import yaml
-
-        if not isinstance(value, Mapping):
-            return json.dumps(value)
-        text: str = yaml.safe_dump(value, sort_keys=False, default_flow_style=node.flow_style, width=_ONE_LINE)
-        first = self.text.rfind("\n", 0, node.start_mark.index) + 1
-        return text.rstrip("\n").replace("\n", "\n" + " " * (node.start_mark.index - first))
+        return str(yaml.safe_dump(expected, sort_keys=False, allow_unicode=True))
 
     def _may_need(self, key: _Key, value: Any) -> bool:
         """Whether a value may be the path of a file next to the document, to be read by the script."""
@@ -318,28 +303,6 @@ def _values(settings: Any, key: _Key = ()) -> Iterator[tuple[_Key, Any]]:
     items: Any = enumerate(settings) if isinstance(settings, list) else getattr(settings, "items", tuple)()
     for name, value in items:
         yield from _values(value, (*key, str(name)))
-
-
-def _nodes(node: Any, key: _Key = ()) -> Iterator[tuple[_Key, Any]]:
-    yield key, node
-    for name, child in _children(node):
-        yield from _nodes(child, (*key, name))
-
-
-def _children(node: Any) -> Iterator[tuple[str, Any]]:
-    import yaml
-
-    if isinstance(node, yaml.MappingNode):
-        yield from ((str(key.value), value) for key, value in node.value)
-    elif isinstance(node, yaml.SequenceNode):
-        yield from ((str(index), value) for index, value in enumerate(node.value))
-
-
-def _end(node: Any) -> int:
-    """Return the end position of a node's text; the end mark of a block mapping is only at the next token."""
-    children = [child for _, child in _children(node)]
-    index: int = node.end_mark.index
-    return max(map(_end, children), default=index) if children and not node.flow_style else index
 
 
 def _replaced(settings: Any, key: _Key, value: Any) -> Any:
