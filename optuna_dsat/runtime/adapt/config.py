@@ -206,8 +206,10 @@ def reads_redirected(
 
     def is_copy(path: str | os.PathLike[str]) -> bool:
         text = os.fspath(path)
-        may_be = content and suffix and isinstance(text, str) and text.endswith(suffix) and next(checks, None) is not None
-        return bool(may_be and Path(text).is_file() and _content(text, real) == content)
+        is_like = content and suffix and isinstance(text, str) and text.endswith(suffix)
+        return bool(
+            is_like and next(checks, None) is not None and Path(text).is_file() and _content(text, real) == content
+        )
 
     def redirected(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         if isinstance(file, (str, os.PathLike)) and not _WRITING & set(mode):
