@@ -25,7 +25,6 @@ from sqlalchemy.orm import Session
 from optuna_dsat.errors import StorageError, StorageUrlError
 from optuna_dsat.store.retry import RETRY_LIMIT_S, leave_read_only_servers, one_line_reason, retrying
 from optuna_dsat.store.urls import database_exists, display_url, parse_url
-from optuna_dsat.words import things_in_words
 
 _PAUSE_S = 0.02
 
@@ -116,21 +115,10 @@ SQLITE_BUSY_TIMEOUT_S = 60.0
 
 CONNECT_TIMEOUT_S = 10
 """libpq's timeout for a connection, in seconds."""
-_LONGEST_CONNECT_S = 9999
-
-CONNECTIONS = 4
-"""Connections to a server that a process may have open at once: the lock's, ours, Optuna's and the heartbeat's."""
 
 LOCK_TIMEOUT_S = 120.0
 """Timeout of ``Database.exclusive`` for the lock, in seconds."""
 
-_LIMITS = """
-SELECT 'role ' || rolname, rolconnlimit, rolsuper FROM pg_roles WHERE rolname = session_user
-UNION ALL
-SELECT 'database ' || datname, datconnlimit, (SELECT rolsuper FROM pg_roles WHERE rolname = session_user)
-FROM pg_database WHERE datname = current_database()
-"""
-"""Connection limits (-1 for unlimited), and whether the current role is exempt from them."""
 _READ_ONLY = "dsat_read_only"
 _SQLITE_PRAGMAS = (
     f"PRAGMA busy_timeout={int(SQLITE_BUSY_TIMEOUT_S * 1000)}",
@@ -151,7 +139,7 @@ def engine_options(url: URL) -> dict[str, Any]:
         "hide_parameters": True,
         "connect_args": {
             "options": f"{options} -c timezone=utc".strip(),
-            "connect_timeout": _connect_timeout_s(url),
+            "connect_timeout": str(url.query.get("connect_timeout", CONNECT_TIMEOUT_S)),
             "application_name": str(url.query.get("application_name", "optuna-dsat")),
         },
     }
@@ -160,17 +148,6 @@ def engine_options(url: URL) -> dict[str, Any]:
 def _lenient_text(data: bytes) -> str:
     """Decode stored text; replace invalid UTF-8, which SQLite accepts, instead of failing the query."""
     return data.decode("utf-8", errors="replace")
-
-
-def _connect_timeout_s(url: URL) -> int:
-    """Return libpq's timeout for a connection; raise ``StorageUrlError`` if the URL's is not an integer."""
-    given = str(url.query.get("connect_timeout", CONNECT_TIMEOUT_S))
-    if not given.isascii() or not given.isdigit() or len(given) > len(str(_LONGEST_CONNECT_S)):
-        raise StorageUrlError(
-            f"connect_timeout of the storage URL is {given[:40]!r}; it is a number of seconds, such as "
-            f"{CONNECT_TIMEOUT_S}."
-        )
-    return int(given)
 
 
 def install_events(engine: Engine) -> None:
@@ -222,12 +199,9 @@ class Database:
         try:
             self._connect_once()
             self._opened = self._file()
-        except (DBAPIError, OSError) as error:
+        except (DBAPIError, OSError, ValueError) as error:
             self.engine.dispose()
             raise StorageUrlError(f"The storage '{self.shown}' cannot be opened: {one_line_reason(error)}.") from None
-        except StorageUrlError:
-            self.engine.dispose()
-            raise
 
     def _file(self) -> tuple[int, int] | None:
         """Return device and inode of an SQLite file; None if it is gone. (0, 0) for a database on a server."""
@@ -259,23 +233,7 @@ class Database:
             if self.engine.dialect.name == "sqlite":
                 # Switching a new file to WAL ignores the busy timeout: concurrent attempts fail immediately.
                 stack.enter_context(self.exclusive("open the database"))
-            connection = stack.enter_context(self.engine.connect())
-            if self.engine.dialect.name == "postgresql":
-                self._require_connections(connection)
-            else:
-                connection.execute(text("SELECT 1"))
-
-    def _require_connections(self, connection: Connection) -> None:
-        """Raise ``StorageUrlError`` if a PostgreSQL role or database allows fewer connections than a process needs.
-
-        The process would exhaust the limit with its first connections and wait for the others in vain.
-        """
-        for what, allowed, exempt in connection.execute(text(_LIMITS)):
-            if not exempt and 0 <= allowed < CONNECTIONS:
-                raise StorageUrlError(
-                    f"The storage '{self.shown}' allows its {what} {things_in_words(allowed, 'connection')} at a time, "
-                    f"and one process needs up to {CONNECTIONS}: raise its CONNECTION LIMIT."
-                )
+            stack.enter_context(self.engine.connect()).execute(text("SELECT 1"))
 
     def run(self, work: Callable[[Session], T], *, read_only: bool = False, limit_s: float | None = None) -> T:
         """Run ``work`` in a transaction, commit it and return its result; retry after a transient error.

@@ -54,7 +54,10 @@ CASES = {
     "triangle": (["random", "train.py", "triangle.json"], "train_batch_size"),
     "gpus": (["random", "train.py", "ds.json", "--gpus-per-trial", "9"], "--gpus-per-trial is 9, but this machine"),
     "output-dir": (["random", "train.py", "ds.json", "--output-dir", "plain-file/out"], "cannot be written to"),
-    "storage-not-sqlite": (["random", "train.py", "ds.json", "--storage", "sqlite:///ds.json"], "is not an SQLite"),
+    "storage-not-sqlite": (
+        ["random", "train.py", "ds.json", "--storage", "sqlite:///ds.json"],
+        "is not an SQLite",
+    ),
     "trial-class-missing": (
         ["asha", "package.train:MyTrial", "ds.json"],
         "train.py has no class MyTrial; it has none.",

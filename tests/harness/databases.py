@@ -42,18 +42,6 @@ class Server:
     def drop_database(self, url: str) -> None:
         self._execute(f'DROP DATABASE IF EXISTS "{make_url(url).database}" WITH (FORCE)')
 
-    @contextmanager
-    def limited(self, url: str, connections: int) -> Iterator[str]:
-        """Yield the URL of a database for a role with this limit of concurrent connections."""
-        role, database = f"dsat_{uuid.uuid4().hex[:12]}", make_url(url).database
-        self._execute(f"CREATE ROLE {role} LOGIN PASSWORD 'hunter2' CONNECTION LIMIT {connections}")
-        self._execute(f'ALTER DATABASE "{database}" OWNER TO {role}')
-        try:
-            yield make_url(url).set(username=role, password="hunter2").render_as_string(hide_password=False)
-        finally:
-            self.drop_database(url)
-            self._execute(f"DROP ROLE {role}")
-
     def never_wait_for_the_disk(self) -> None:
         """Make commits, checkpoints and new databases not wait for the disk; written data still outlives the server."""
         for setting in ("fsync", "full_page_writes"):
