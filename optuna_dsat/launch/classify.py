@@ -28,12 +28,11 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Mapping
-from dataclasses import replace
 
 from optuna_dsat.config.ds_config import AUTO
 from optuna_dsat.config.user_file import QUOTED_NUMBER, correction_of_type
 from optuna_dsat.launch.measurement import LaunchRecord
-from optuna_dsat.launch.protocol import LaunchFacts, Verdict, dropped_in_words
+from optuna_dsat.launch.protocol import LaunchFacts, Verdict
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import (
     STEPS_SKIPPED,
@@ -80,7 +79,7 @@ MISMATCH = "mismatch TrainingArguments"
 
 
 def classify(facts: LaunchFacts) -> Verdict:
-    """Return the outcome of a launch by the rules in the module docstring; the message includes dropped lines."""
+    """Return the outcome of a launch by the rules in the module docstring."""
     rules = (
         _out_of_memory,
         _stopped,
@@ -95,9 +94,7 @@ def classify(facts: LaunchFacts) -> Verdict:
         _nothing_counts,
     )
     verdict = next((verdict for rule in rules if (verdict := rule(facts)) is not None), None)
-    if verdict is None:
-        verdict = Verdict(outcome=Outcome.MEASURED, message=_measured_message(facts))
-    return replace(verdict, message=verdict.message + dropped_in_words(facts.dropped_lines))
+    return verdict or Verdict(outcome=Outcome.MEASURED, message=_measured_message(facts))
 
 
 def observed_micro_batch(facts: LaunchFacts) -> int | None:

@@ -78,11 +78,12 @@ class GrowingFile:
 
 
 class EventTail:
-    """Reads events as a rank appends them to its file; an incomplete line is kept for the next read."""
+    """Reads events as a rank appends them to its file; an incomplete line is kept for the next read.
+
+    Lines without an event, as of a killed rank's last write, are skipped.
+    """
 
     def __init__(self, path: Path) -> None:
-        self.dropped = 0
-        """Lines that held no event that this version can read."""
         self._file = GrowingFile(path)
 
     def read(self) -> list[Event]:
@@ -91,10 +92,8 @@ class EventTail:
         before = -1
         while before < self._file.offset:
             before = self._file.offset
-            written = [line for line in self._file.read_lines() if line.strip()]
-            decoded = [decode_event(line.decode("utf-8", errors="replace")) for line in written]
+            decoded = (decode_event(line.decode("utf-8", errors="replace")) for line in self._file.read_lines())
             result += [event for event in decoded if event is not None]
-            self.dropped += decoded.count(None)
         return result
 
 
@@ -117,10 +116,7 @@ class EventLog:
         """Return the new events of all ranks, ordered by time; events of a rank stay in written order."""
         dated: list[tuple[float, Event]] = []
         for rank, tail in self._tails.items():
-            written = tail.read()
-            read = [event for event in written if event.rank == rank]
-            tail.dropped += len(written) - len(read)
-            read = self._to_its_end(rank, read)
+            read = self._to_its_end(rank, [event for event in tail.read() if event.rank == rank])
             if read:
                 self.events.setdefault(rank, []).extend(read)
                 dated += zip(accumulate((event.time for event in read), max), read, strict=True)  # a clock is set back
@@ -141,11 +137,6 @@ class EventLog:
                 self.ends[rank] = event
                 break
         return result
-
-    @property
-    def dropped(self) -> int:
-        """Lines of all ranks without an event of the rank that this version can read."""
-        return sum(tail.dropped for tail in self._tails.values())
 
     def _all(self) -> list[Event]:
         return [event for events in self.events.values() for event in events]

@@ -302,7 +302,6 @@ class Launch:
             stop=self.stop_reason,
             config_path=self.request.command.config_path,
             config=flatten(self.request.ds_config),
-            dropped_lines=self.log.dropped,
         )
 
     def _decide(self, now: float, dead: set[int]) -> None:

@@ -53,18 +53,11 @@ class Conditions(Record):
 _RANK = re.compile(r"^rank \d+: ")
 """Prefix of a message that contains the rank that failed first."""
 _LAUNCH_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_DROPPED = re.compile(r" \(\d+ lines? of events .*\)$")
-"""Suffix of a message with the number of dropped lines, see ``dropped_in_words``."""
 
 
 def is_launch_id(text: str) -> bool:
     """Return whether a text can name a launch and its run directory: letters, digits, '.', '_' and '-' only."""
     return _LAUNCH_ID.fullmatch(text) is not None
-
-
-def dropped_in_words(lines: int) -> str:
-    """Return a message suffix with the number of unreadable event lines; empty if all could be read."""
-    return f" ({lines} line{'s' * (lines > 1)} of events could not be read and were dropped)" if lines else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,8 +167,8 @@ class LaunchReport(Record):
 
     @property
     def cause(self) -> str:
-        """The message without parts that may differ between launches: the rank that failed first and dropped lines."""
-        return _DROPPED.sub("", _RANK.sub("", self.message))
+        """The message without the rank that failed first, which may differ between launches."""
+        return _RANK.sub("", self.message)
 
     @property
     def failed(self) -> bool:
@@ -346,8 +339,6 @@ class LaunchFacts(EndFacts):
     """Path of the user's DeepSpeed config, for the remedy in messages."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Dotted key -> value of the launch's config."""
-    dropped_lines: int = 0
-    """Lines of the event files without an event that this version can read."""
 
     def of(self, kind: type[_Event]) -> list[_Event]:
         """Return the events of a kind, of all ranks."""
