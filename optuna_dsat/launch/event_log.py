@@ -267,6 +267,8 @@ def _free_middle(log: int, size: int) -> None:
 def _shorten(log: int, size: int) -> None:
     dropped = size - START_BYTES - END_BYTES
     line = f"\n{dropped_in_words(dropped)}: a log keeps its first 1 MiB and its last 31 MiB.\n".encode()
+    if dropped <= len(line):  # the copy below would never reach the end, which it would move ahead of itself
+        return
     os.pwrite(log, line, START_BYTES)
     to, source = START_BYTES + len(line), size - END_BYTES
     while data := os.pread(log, 2**20, source):

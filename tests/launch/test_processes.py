@@ -255,3 +255,11 @@ def test_a_log_within_the_limit_is_left_as_it_is(log: Path) -> None:
     limit.check(0.0)
     limit.close()
     assert log.read_bytes() == before
+
+
+def test_a_log_that_is_a_line_longer_than_the_limit_does_not_grow(log: Path) -> None:
+    """It grew until the disk was full."""
+    write_lines(log, LIMIT + len(LINE))
+    limit = LogLimit([log])
+    limit.close()
+    assert log.stat().st_size == LIMIT + len(LINE)
