@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -177,18 +177,3 @@ def test_a_batch_size_among_arguments_that_the_script_parses_itself_is_an_option
     watch: Any, arguments: list[str], option: str
 ) -> None:
     assert first_guess(watch(arguments=arguments), own=5) == option
-
-
-def test_flags_of_absl_are_options(watch: Any) -> None:
-    class FlagValues:
-        def __call__(self, argv: list[str]) -> list[str]:
-            return argv[:1]
-
-        def flag_values_dict(self) -> dict[str, Any]:
-            return {"batch_size": 4, "verbosity": -1, "log_dir": ""}
-
-    made = watch(arguments=[])
-    made.callbacks()["absl.flags._flagvalues"](SimpleNamespace(FlagValues=FlagValues))
-    assert FlagValues()(["train.py"]) == ["train.py"]
-    assert made.event(rank=0).options == {"--batch_size": 4}
-    assert first_guess(made, own=4) == "--batch_size"

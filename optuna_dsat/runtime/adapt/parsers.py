@@ -1,4 +1,4 @@
-"""Records integers from a script's parser: argparse and its subclasses, absl, click, typer, Fire, Hydra."""
+"""Records integers from a script's parser: argparse and its subclasses, click, typer, Fire, Hydra."""
 
 from __future__ import annotations
 
@@ -111,7 +111,6 @@ class ParserWatch:
     def callbacks(self) -> dict[str, Callable[[ModuleType], None]]:
         """Return module name -> function to call when the module has been imported."""
         return {
-            "absl.flags._flagvalues": self._absl_imported,
             "click.core": self._click_imported,
             "typer._click.core": self._click_imported,
             "fire.core": self._fire_imported,
@@ -123,14 +122,6 @@ class ParserWatch:
         for option in [spelling for spelling in spellings if spelling in _given()] or spellings:
             if is_size(value) or (is_stage(value) and means_stage(option)):
                 self.options.setdefault(option, value)
-
-    def _absl_imported(self, flagvalues: Any) -> None:
-        @patch(flagvalues.FlagValues, "__call__")
-        def parse(original: Any, flags: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(flags, *args, **kwargs)
-            for name, value in flags.flag_values_dict().items():
-                self._note([f"--{name}"], value)
-            return result
 
     def _click_imported(self, core: Any) -> None:
         @patch(core.Command, "make_context")
