@@ -262,25 +262,6 @@ def has_console_script(name: str, module: str, *, python: str) -> bool:
     )
 
 
-def why_python_does_not_start(variables: Mapping[str, str], *, python: str) -> str | None:
-    """Return why Python does not start with these variables, such as an invalid ``PYTHONHASHSEED``, if so."""
-    try:
-        ended = subprocess.run(
-            [python, "-c", ""],
-            env={**os.environ, **variables},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            timeout=_START_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None  # a launch will report it
-    if ended.returncode == 0:
-        return None
-    return _last_line(ended.stderr) or f"it ends with code {ended.returncode}"
-
-
 def _last_line(errors: bytes | None) -> str:
     """Return the fatal error in an interpreter's messages, or the last of them."""
     lines = (errors or b"").decode("utf-8", errors="replace").strip().splitlines()

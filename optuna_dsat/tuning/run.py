@@ -18,13 +18,12 @@ import optuna
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.search_space import SearchSpace
 from optuna_dsat.config.structures import Structure
-from optuna_dsat.errors import NothingRunnableError, StorageError, StudyDeletedError, UsageError
+from optuna_dsat.errors import NothingRunnableError, StorageError, StudyDeletedError
 from optuna_dsat.escape.terminal import say
 from optuna_dsat.launch.launcher import local_launcher
 from optuna_dsat.launch.machine.journal import LeftoverWatch
 from optuna_dsat.launch.protocol import Launcher
-from optuna_dsat.script.interpreter import examined, usable, why_python_does_not_start
-from optuna_dsat.secrecy.references import resolved
+from optuna_dsat.script.interpreter import examined, usable
 from optuna_dsat.store import Store
 from optuna_dsat.store.urls import database_files
 from optuna_dsat.study.live_state import LiveNotes
@@ -111,11 +110,7 @@ def _require_python(spec: StudySpec) -> None:
     """Raise for a study whose script's Python does not start here, or has no torch or DeepSpeed."""
     if spec.on != "here":
         return  # the nodes check it
-    python = spec.python or sys.executable
-    usable(python)
-    variables = resolved(dict(spec.script.environment))
-    if variables and (reason := why_python_does_not_start(variables, python=python)) is not None:
-        raise UsageError(f"Python does not start with the variables of --env: {reason}.")
+    usable(spec.python or sys.executable)
 
 
 def _launcher_of(request: StudyRequest, observer: Observer) -> Launcher:
