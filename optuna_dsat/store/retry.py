@@ -3,7 +3,7 @@
 A locked SQLite file, a restarting PostgreSQL server and a database that is read-only for the moment, as during a
 failover, are transient: the same work succeeds when retried. A full disk or an invalid statement are permanent. Work
 passed to ``retrying`` must be idempotent: an error can arrive after the database has committed, if only the
-acknowledgement was lost. A wait of more than two seconds is logged once for all threads.
+acknowledgement was lost. A wait of more than two seconds is logged.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import logging
 import random
-import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -134,36 +133,6 @@ def one_line_reason(error: BaseException) -> str:
     return lines[0].rstrip(".") if lines else type(cause).__name__
 
 
-class _Outages:
-    """Databases that do not respond. Start and end of each outage are logged once for all threads."""
-
-    def __init__(self) -> None:
-        self._guard = threading.Lock()
-        self._since: dict[str, float] = {}
-
-    def say(self, database: str, *, since: float, until: float, reason: str) -> None:
-        """Log once that a database does not respond."""
-        with self._guard:
-            if database in self._since:
-                return
-            self._since[database] = since
-        _logger.warning(
-            "The database %s cannot be used, waiting up to %.0f s for it: %s.", database, until - since, reason
-        )
-
-    def over(self, database: str) -> None:
-        """Log that a database responds again, if its outage was logged."""
-        if not self._since:
-            return
-        with self._guard:
-            since = self._since.pop(database, None)
-        if since is not None:
-            _logger.warning("The database %s can be used again after %.0f s.", database, time.monotonic() - since)
-
-
-_outages = _Outages()
-
-
 def retrying(work: Callable[[], T], *, database: str, limit_s: float = RETRY_LIMIT_S) -> T:
     """Run idempotent ``work``; retry with exponential backoff while it raises transient database errors.
 
@@ -176,7 +145,7 @@ def retrying(work: Callable[[], T], *, database: str, limit_s: float = RETRY_LIM
     """
     began = time.monotonic()
     deadline = began + limit_s
-    pause_s = _FIRST_PAUSE_S
+    pause_s, logged = _FIRST_PAUSE_S, False
     while True:
         try:
             done = work()
@@ -197,10 +166,17 @@ def retrying(work: Callable[[], T], *, database: str, limit_s: float = RETRY_LIM
                     f"{one_line_reason(error)}. "
                     f"What was stored before is intact; resume the study once it answers."
                 ) from error
-            if now - began > _SILENT_S:
-                _outages.say(database, since=began, until=deadline, reason=one_line_reason(error))
+            if now - began > _SILENT_S and not logged:
+                logged = True
+                _logger.warning(
+                    "The database %s cannot be used, waiting up to %.0f s for it: %s.",
+                    database,
+                    limit_s,
+                    one_line_reason(error),
+                )
         else:
-            _outages.over(database)
+            if logged:
+                _logger.warning("The database %s can be used again after %.0f s.", database, time.monotonic() - began)
             return done
         time.sleep(pause_s * random.uniform(0.5, 1.0))
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
