@@ -165,16 +165,13 @@ def test_what_a_file_says_wrongly_is_one_clear_line(
     assert len(shown.err.splitlines()) == 1
 
 
-def test_a_file_that_is_not_toml_or_not_there_is_refused_with_the_place_for_its_options(
+def test_a_file_that_is_not_toml_or_not_there_is_refused(
     bench: EntryPointBench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = "o.yaml"
     (bench.folder / name).write_text('{"max-trials": 3}')
     assert leave("--options", name, *PLAIN) == 2
-    shown = capsys.readouterr().err
-    assert f"--options {name} is not TOML" in shown
-    assert "[tool.optuna-dsat] table of pyproject.toml" in shown
-    assert len(shown.splitlines()) == 1
+    assert capsys.readouterr().err.startswith(f"optuna-dsat: {name} is not TOML: ")
     monkeypatch.setenv("OPTUNA_DSAT_OPTIONS", name)
     assert leave(*PLAIN) == 2
     assert "is not TOML" in capsys.readouterr().err

@@ -191,11 +191,6 @@ def others_write(path: Path) -> str | None:
 
 def read_options(path: Path) -> OptionsFile:
     """Return a TOML file's options: all, or its ``[tool.optuna-dsat]`` table; ``UsageError`` if there is none."""
-    if path.suffix.lower() in (".json", ".yaml", ".yml"):
-        raise UsageError(
-            f"--options {path} is not TOML, the only form that options are read in: write them with the same names "
-            f"into the [tool.{_TABLE}] table of pyproject.toml, or into {path.with_suffix('.toml').name}."
-        )
     try:
         text = read_document(path.expanduser()).decode()
     except (OSError, UnicodeDecodeError) as error:
