@@ -250,7 +250,7 @@ class TransformerShape:
 
 
 def shape_of(
-    *, params: int, hidden: int | None, layers: int | None, heads: int | None = None, **others: object
+    *, params: int, hidden: int | None, layers: int | None, heads: int | None, **others: object
 ) -> TransformerShape:
     """Return a shape, missing numbers derived: 12 L h^2 parameters, heads of 128; ``UsageError`` if impossible."""
     if params < 1:
