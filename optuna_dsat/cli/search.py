@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 class OutputOptions:
     """Options of a search that exist only on the command line."""
 
-    dry_run: Annotated[
-        bool, of_output(help="Show the space, the profile launch and the first configs; launch nothing.", first=True)
-    ] = False
+    dry_run: Annotated[bool, of_output(help="Show the space and the profile launch; launch nothing.", first=True)] = (
+        False
+    )
     json_output: Annotated[bool, of_output(help="Print the result as JSON.", flags=("--json",))] = False
     on_end: Annotated[
         str | None,

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from optuna_dsat.cli.tables import UNBOUNDED, console_of, print_table
+from optuna_dsat.cli.tables import UNBOUNDED, print_table
 from optuna_dsat.escape.terminal import say, say_prose
 from optuna_dsat.launch.isolation import PROTECTED
 from optuna_dsat.metrics import shares_of_linear
@@ -138,7 +138,7 @@ def show_by_gpus(result: Sequence[AtGpus], *, best: StudyResult, as_json: bool =
 
 
 def show_preview(spec: StudySpec, space: SearchSpace, preview: Mapping[str, Any]) -> None:
-    """Print the preview of a study that is not started: space, profile launch and sample configurations."""
+    """Print the preview of a study that is not started: space, profile launch and the user's config."""
     from optuna_dsat.words import choices_in_words, combinations_in_words
 
     say_prose("Search space (bucket sizes are capped by the model's size after the profile launch):")
@@ -157,9 +157,6 @@ def show_preview(spec: StudySpec, space: SearchSpace, preview: Mapping[str, Any]
         f"{', then '.join(rest) or 'nothing else'}."
     )
     say_prose(f"Your config: {preview['baseline']}.")
-    say_prose("Configurations such as these follow, their micro-batch bounded by memory:")
-    for sample in preview["samples"]:
-        console_of().print_json(json.dumps(sample["zero_optimization"]))
 
 
 def options_given(given: Given, output: object) -> dict[str, dict[str, str]]:

@@ -233,18 +233,9 @@ def best_of(rows: Sequence[AtGpus]) -> tuple[StudyRun, StudyResult]:
     return best.run, replace(results[best.gpus], by_gpus=results)
 
 
-_SAMPLES = 3
-
-
 def preview(spec: StudySpec) -> tuple[SearchSpace, dict[str, Any]]:
     """Return the space of a search, buckets not capped by the model's size yet, and its preview as plain values."""
     space = space_of(spec, None)
-    with quiet_optuna():
-        study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=spec.random_seed))
-        drawn = [space.overlay(space.suggest(study.ask())) for _ in range(_SAMPLES)]
-    samples = [ds_config.merge(ds_config.effective(spec.ds_config), overlay) for overlay in drawn]
-    for sample in samples:
-        sample.pop(ds_config.MICRO_BATCH, None)
     attempts = list(profile_attempts(spec))
     return space, {
         "study": spec.name,
@@ -258,7 +249,6 @@ def preview(spec: StudySpec) -> tuple[SearchSpace, dict[str, Any]]:
             "attempts": [attempt.words for attempt in attempts],
         },
         "baseline": _user_config_in_words(spec),
-        "samples": samples,
     }
 
 
