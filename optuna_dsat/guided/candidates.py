@@ -204,9 +204,9 @@ class CandidateTable:
         return np.concatenate([result, np.maximum(0.0, possible - result)], axis=1)
 
     def row_index(self, params: Mapping[str, Any]) -> int | None:
-        """Return the row of a lineage, None if it is not in this space."""
+        """Return the row of a lineage, None if it is not in this space; a micro-batch among the params is ignored."""
         try:
-            row = self._index.get(frozenset(params.items()))
+            row = self._index.get(frozenset(item for item in params.items() if item[0] != MICRO_BATCH))
         except TypeError:  # another study's value may not be hashable
             return None
         is_same = row is not None and lineage_key(params) == lineage_key(self.lineages[row])  # True equals 1

@@ -285,7 +285,7 @@ class _Document:
             expected = _replaced(expected, key, value)
         if self.file.suffix == ".json":
             return json.dumps(expected, indent=2) + "\n"
-        return str(yaml.safe_dump(expected, sort_keys=False, allow_unicode=True))
+        return str(yaml.safe_dump(expected, sort_keys=False, allow_unicode=True, default_flow_style=False))
 
     def _may_need(self, key: _Key, value: Any) -> bool:
         """Whether a value may be the path of a file next to the document, to be read by the script."""

@@ -123,6 +123,6 @@ def test_on_postgres_the_password_reaches_neither_process_list_nor_page(
         with urllib.request.urlopen(f"{page}?after=0", timeout=20) as response:
             shown = response.read().decode()
     assert "optuna-dsat resume s --storage" in shown
-    assert len(json.loads(shown)["plotly_graph_objects"]) == 1
+    assert len(json.loads(shown)["plotly_graph_objects"]) == 2
     assert "s3cret" not in shown
     assert not [word for word in commands if "s3cret" in word]

@@ -15,7 +15,6 @@ from optuna_dsat.report.view import StudyView
 from optuna_dsat.study.space import hardware_of
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import Feasibility, feasibility
-from optuna_dsat.words import bytes_in_words
 from tests.harness.reports import ReportedStudyBench
 
 
@@ -41,7 +40,6 @@ def test_the_memory_table_has_the_formulas_and_the_micro_batches_that_ran(view: 
         config = ds_config.merge(ds_config.effective(view.spec.ds_config), {"zero_optimization": zero})
         expected = memory.estimate(profile, config, micro_batch=1, hardware=hardware)
         assert (rows[words].device_bytes, rows[words].host_bytes) == (expected.device_bytes, expected.host_bytes)
-        assert bytes_in_words(expected.device_bytes) in text
     for feasible, of_row in ((Feasibility.TOO_LARGE, "too_large"), (Feasibility.FITS, "ran")):
         sizes = {t.params["train_micro_batch_size_per_gpu"] for t in view.trials if feasibility(t) is feasible}
         shown = {getattr(row, of_row) for row in rows.values()} - {None}

@@ -55,6 +55,13 @@ def test_problems_of_one_model_machine_and_space_share_their_table_and_others_do
     assert not any(other is table() for other in others)
 
 
+def test_a_row_is_found_by_its_knobs_whatever_the_micro_batch() -> None:
+    table = small_problem().table
+    assert table.row_index({**table.lineages[7], MICRO_BATCH: 3}) == 7
+    assert table.row_index({**table.lineages[7], "zero_stage": True}) is None, "1 is a stage"
+    assert table.row_index({**table.lineages[7], "zero_stage": [1]}) is None
+
+
 @pytest.mark.parametrize(("ranks", "rate"), [(None, 12.0), (2, 6.0)])
 def test_a_rate_counts_the_ranks_that_train_different_samples(ranks: int | None, rate: float) -> None:
     """Three samples of a rank in a second: the stages of a pipeline share theirs."""

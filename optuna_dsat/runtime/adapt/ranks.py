@@ -168,7 +168,8 @@ def spawn_in_place(multiprocessing: Any, *, rank: Rank, on_spawn: Callable[[], N
         if not callable(launcher._entrypoint):
             return original(launcher, *args)
         if count != rank.local_world_size:
-            raise ValueError(wrong_number(f"the script starts {count} ranks itself", count, rank.local_world_size))
+            ranks = "1 rank" if count == 1 else f"{count} ranks"
+            raise ValueError(wrong_number(f"the script starts {ranks} itself", count, rank.local_world_size))
         on_spawn()
         return {rank.local_rank: launcher._entrypoint(*args)}
 

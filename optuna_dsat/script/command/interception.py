@@ -42,8 +42,8 @@ _ENTER = (
     "from optuna_dsat.runtime.isolation.world import run_apart; run_apart(*sys.argv[2:])"
 )
 """Code of the process that becomes a command in overlays."""
-_MOST_FOLDERS = 1000
-"""Maximum number of folders that are compared at a time."""
+_LOOKING_S = 2.0
+"""Limit of the search for new files; data sets may have many."""
 _NO_DATA = frozenset({".git", "__pycache__"})
 _CONFIGS = frozenset({".json", ".hjson", ".yaml", ".yml", ".toml", ".py"})
 """Suffixes of files that a command may write anew each time, for the launch to read."""
@@ -419,15 +419,18 @@ def _keep_named(rank: Mapping[str, Any]) -> None:
 
 def _unseen(root: Path, folder: Path) -> Iterator[str]:
     """Yield what exists in a launch's folder only in the root of its overlays, unless empty as a log that is begun."""
-    ahead = [folder]
-    while ahead and len(ahead) < _MOST_FOLDERS:
+    ahead, ends = [folder], time.monotonic() + _LOOKING_S
+    while ahead:
         above = ahead.pop(0)
-        with contextlib.suppress(OSError):  # not readable, or of a rank on another machine
-            for entry in os.scandir(root / above.relative_to("/")):
+        # An entry may not be readable, or be of a rank on another machine.
+        with contextlib.suppress(OSError), os.scandir(root / above.relative_to("/")) as entries:
+            for entry in entries:
+                if time.monotonic() > ends:
+                    return
                 path, is_folder = above / entry.name, entry.is_dir(follow_symlinks=False)
                 if os.path.lexists(path):
                     ahead += [path] if is_folder and entry.name not in _NO_DATA else []
-                elif any(os.scandir(entry)) if is_folder else entry.stat(follow_symlinks=False).st_size:
+                elif any(Path(entry).iterdir()) if is_folder else entry.stat(follow_symlinks=False).st_size:
                     yield str(path.relative_to(folder))
 
 
