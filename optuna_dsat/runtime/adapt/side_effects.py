@@ -86,8 +86,8 @@ def disable_checkpoints(engine_class: Any, skipped: list[str], *, is_safe: Calla
     ``save_16bit_model`` if ZeRO 3 may not gather the weights. They do not synchronize the ranks. ``skipped`` gets the
     name of each called method.
 
-    Scripts write into the folder of a checkpoint, read ``latest`` or load what they saved. These paths exist afterwards
-    where ``is_safe``, which gets a path, returns that the launch does not change the user's files.
+    Scripts write into a checkpoint's folder, read ``latest`` or load their last checkpoint. The paths are made if
+    ``is_safe(path)``: if the launch does not change the user's files there.
     """
 
     def skip(name: str, leave: Callable[[Any, Mapping[str, Any]], bool]) -> None:
