@@ -60,7 +60,7 @@ def launcher(engine: SlurmEngine, tmp_path: Path) -> Iterator[TorchrunLauncher]:
 
 
 def test_ranks_on_nodes_that_stand_still_are_located(launcher: TorchrunLauncher, tmp_path: Path) -> None:
-    launcher.start(stub(tmp_path, "still", "--end", "sleep", "--at", "3", stall_s=12.0))
+    launcher.start(stub(tmp_path, "still", "--end", "sleep", "--at", "3", stall_s=40.0))
     report = finish(launcher)
     assert report.outcome is Outcome.STALLED
     for rank in (0, 1):

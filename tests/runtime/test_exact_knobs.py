@@ -28,6 +28,10 @@ BASE: dict[str, Any] = {
 }
 
 
+BY_TORCH = {"optimizer": {"type": "AdamW", "params": {**BASE["optimizer"]["params"], "torch_adam": True}}}
+"""No update on the device by ``FusedAdam``, which a compiler needs minutes for."""
+
+
 def config(stage: int, **knobs: Any) -> dict[str, Any]:
     """Return the config that the search writes for values of knobs."""
     own = {**BASE, "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
@@ -46,14 +50,12 @@ def config(stage: int, **knobs: Any) -> dict[str, Any]:
     )
     lineage = space.completed({"zero_stage": stage})
     result = ds_config.merge(own, space.overlay({**lineage, ds_config.MICRO_BATCH: 4}))
+    result = result if OFFLOAD_OPTIMIZER in knobs else ds_config.merge(result, BY_TORCH)
     return {key: value for key, value in result.items() if value is not None}
 
 
 OFFLOADED = {OFFLOAD_OPTIMIZER: "cpu"}
-EXACT = {
-    "bf16": {"enabled": False},
-    "optimizer": {"type": "AdamW", "params": {**BASE["optimizer"]["params"], "torch_adam": True}},
-}
+EXACT = {"bf16": {"enabled": False}} | BY_TORCH
 MIXTURE = {"mixture": True}
 ASKED: dict[str, dict[str, Any]] = {
     "plain": {"config": config(2)},
