@@ -74,7 +74,7 @@ def page() -> str:
 
 def _knobs() -> Iterator[str]:
     for knob in KNOBS:
-        key = "none: it changes the model" if knob.path[0] == MODEL else f"`{'.'.join(knob.path)}`"
+        key = "no key of DeepSpeed" if knob.path[0] == MODEL else f"`{'.'.join(knob.path)}`"
         live = ", ".join(map(str, knob.live)) or "none"
         yield f"| `{knob.name}` | {key} | {knob.where} | {_choices(knob)} | {live} | {knob.since} |\n"
 

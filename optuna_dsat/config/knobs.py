@@ -19,9 +19,7 @@ from optuna_dsat.config.conditions import (
     REUSE,
     ZERO_STAGE,
     ZERO_STAGES,
-    Kind,
     Knob,
-    Site,
     bf16_master_applies,
     bf16_states_apply,
     contiguous_applies,
@@ -35,12 +33,13 @@ from optuna_dsat.config.conditions import (
     stage_of,
     swaps_params,
 )
-from optuna_dsat.runtime.overlay import CHECKPOINT_EVERY, COMPILE, LEAF_MODULE, MODEL, ZERO
+from optuna_dsat.runtime.overlay import BIND_CORES, CHECKPOINT_EVERY, COMPILE, LEAF_MODULE, MODEL, ZERO
 
 __all__ = [
     "BF16",
     "BF16_MASTER",
     "BF16_STATES",
+    "BIND_CORES",
     "CHECKPOINT_EVERY",
     "COMPILE",
     "DEEPCOMPILE",
@@ -59,9 +58,7 @@ __all__ = [
     "ZENFLOW_SECTION",
     "ZERO_STAGE",
     "ZERO_STAGES",
-    "Kind",
     "Knob",
-    "Site",
 ]
 
 DEEPCOMPILE = "deepcompile"
@@ -102,8 +99,7 @@ KNOBS: tuple[Knob, ...] = (
         where="ZeRO 1, 2, 3",
         used_by=(
             "zero.stage_1_and_2.DeepSpeedZeroOptimizer.__init__ (cpu_offload) for stages 1 and 2, "
-            "zero.stage3.DeepSpeedZeroOptimizer_Stage3._configure_offloading. Older guides allow stages 2 and 3 only; "
-            "today's offload_config documents and runs stage 1, too. Stage 0 has no ZeRO optimizer to offload."
+            "zero.stage3.DeepSpeedZeroOptimizer_Stage3._configure_offloading. Stage 0 has no ZeRO optimizer to offload."
         ),
         source="arXiv:2101.06840",
     ),
@@ -333,8 +329,7 @@ KNOBS: tuple[Knob, ...] = (
         where="offloads to a host whose memory is short on a GPU; elsewhere where you name it, and true",
         used_by=(
             "zero.offload_config: host memory of both offloads is page-locked. CUDA rounds page-locked blocks up to "
-            "powers of two (DeepSpeed's estimators count half as much again), and copies from other memory are slower. "
-            "Older versions of DeepSpeed have the default false."
+            "powers of two (DeepSpeed's estimators count half as much again), and copies from other memory are slower."
         ),
         effect=0.5,
         on_demand=True,
@@ -381,11 +376,18 @@ KNOBS: tuple[Knob, ...] = (
         default=0,
         stages=ZERO_STAGES,
         where="models of repeated blocks: where memory is short, the script checkpoints, or you name it",
-        used_by=(
-            "No key of DeepSpeed, whose section activation_checkpointing acts in scripts that call "
-            "deepspeed.checkpointing: optuna_dsat.checkpoint_blocks changes the model before deepspeed.initialize."
-        ),
+        used_by="No key of DeepSpeed: optuna_dsat.checkpoint_blocks changes the model before deepspeed.initialize.",
         source="arXiv:1604.06174",
+        on_demand=True,
+    ),
+    Knob(
+        name=BIND_CORES,
+        path=(MODEL, BIND_CORES),
+        stages=ZERO_STAGES,
+        condition=lambda params, _site: offloads(params),
+        where="optimizer offload, on several GPUs of a host with several NUMA nodes, or where you name it",
+        used_by="No key of DeepSpeed: its launcher's --bind_cores_to_rank gives each rank its share of the cores.",
+        source="DeepSpeed pull request 7474",
         on_demand=True,
     ),
     Knob(

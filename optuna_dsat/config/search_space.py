@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from optuna_dsat.config import ds_config as configs
-from optuna_dsat.config.conditions import WITH_PARAMS_ON_NVME
+from optuna_dsat.config.conditions import WITH_PARAMS_ON_NVME, Knob, Site
 from optuna_dsat.config.ds_config import MICRO_BATCH, ZERO
 from optuna_dsat.config.knob_values import normalise
 from optuna_dsat.config.knobs import (
@@ -24,8 +24,6 @@ from optuna_dsat.config.knobs import (
     ZENFLOW,
     ZENFLOW_SECTION,
     ZERO_STAGE,
-    Knob,
-    Site,
 )
 from optuna_dsat.errors import ConfigError
 

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from optuna_dsat.config import ds_config as configs
-from optuna_dsat.config.conditions import needs_zero
+from optuna_dsat.config.conditions import Knob, Site, needs_zero
 from optuna_dsat.config.ds_config import MICRO_BATCH, MICRO_BATCH_CAP, ZERO
 from optuna_dsat.config.knob_values import KNOB_OF, distinct_sizes, known_names, multiples, normalise, unique
 from optuna_dsat.config.knobs import (
@@ -29,8 +29,6 @@ from optuna_dsat.config.knobs import (
     PARTITION_COPY,
     ZENFLOW,
     ZERO_STAGE,
-    Knob,
-    Site,
 )
 from optuna_dsat.config.search_space import (
     KnobRow,

@@ -206,6 +206,8 @@ class ModelFacts:
     """Classes of modules that route samples among their parts, and are no leaves of ZeRO 3 yet."""
     leaf_params: int = 0
     """Parameters of the largest of these modules."""
+    numa_nodes: int = 1
+    """NUMA nodes of the host with cores."""
 
 
 @dataclass(frozen=True)

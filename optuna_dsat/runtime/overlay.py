@@ -39,8 +39,8 @@ ZERO = "zero_optimization"
 TRAIN_BATCH, MICRO_BATCH = "train_batch_size", "train_micro_batch_size_per_gpu"
 GRADIENT_ACCUMULATION = "gradient_accumulation_steps"
 LEAF_MODULE = "leaf_module"
-MODEL, CHECKPOINT_EVERY, COMPILE = "optuna_dsat", "checkpoint_every", "compile"
-"""Section of settings that change the model or its engine, which DeepSpeed never gets, and its keys."""
+MODEL, CHECKPOINT_EVERY, COMPILE, BIND_CORES = "optuna_dsat", "checkpoint_every", "compile", "bind_cores"
+"""Section of settings that change the model, its engine or its process, which DeepSpeed never gets, and its keys."""
 _BATCH_KEYS = (TRAIN_BATCH, GRADIENT_ACCUMULATION, MICRO_BATCH)
 """Any two determine the third; in the order in which the script's value is dropped."""
 
@@ -86,6 +86,11 @@ def with_script_s_checkpointing(overlay: Mapping[str, Any], user: Mapping[str, A
 def is_compiled(config: Mapping[str, Any]) -> bool:
     """Return whether a complete config has the engine compiled."""
     return bool((config.get(MODEL) or {}).get(COMPILE))
+
+
+def binds_cores(config: Mapping[str, Any]) -> bool:
+    """Return whether a complete config has each rank run on its own cores."""
+    return bool((config.get(MODEL) or {}).get(BIND_CORES))
 
 
 def is_bf16(config: Mapping[str, Any]) -> bool:

@@ -19,6 +19,8 @@ _MOST_CONTINUED_STEPS = 100_000
 
 LAUNCH_ENV = "OPTUNA_DSAT_LAUNCH"
 """Environment variable with the path of ``launch.json``."""
+CORES_ENV = "OPTUNA_DSAT_CORES"
+"""Environment variable with the cores of each rank on this machine, a list of lists as JSON."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 from optuna_dsat.escape.shell import in_folder, program
 from optuna_dsat.launch.agent.command import allocator_settings
 from optuna_dsat.runtime.adapt.config import with_option
+from optuna_dsat.runtime.overlay import binds_cores
 from optuna_dsat.script.arg_mapping import map_arguments
 from optuna_dsat.script.command.source import says_where_to_meet
 from optuna_dsat.script.settings_file import SettingsCopy, find_config_key, names_file, settings_copy
 from optuna_dsat.script.trial_class import CHECKPOINTS, RUNNER, complete_training, train_command
 from optuna_dsat.secrecy.references import resolved, shell_join
-from optuna_dsat.study.config_changes import changes_model
+from optuna_dsat.study.config_changes import BIND_CORES_OPTION, changes_model
 from optuna_dsat.study.spec import ScriptSpec, StudySpec
 
 if TYPE_CHECKING:
@@ -120,6 +122,7 @@ def command_to_train(
     copy = best_settings(spec, config, spec.study_dir)
     written = copy is not None and copy.sets_batch
     applies = names_config and (same_batch is None or copy is None) and not changes_model(config, spec.ds_config)
+    applies = applies and (not binds_cores(config) or BIND_CORES_OPTION in command)
     if applies and (profiled is None or profiled.trains_by_command(spec, config, settings_written=written)):
         return command
     trial = [] if same_batch is None else ["--trial", str(same_batch)]
@@ -173,7 +176,8 @@ def training_command(
     ):
         without = [] if rank_option == "--local_rank" else ["--no_local_rank"]
         deepspeed_module = ["--module"] if script.is_module else []
-        launcher = [program("deepspeed", spec.python), "--num_gpus", ranks, *without, *deepspeed_module]
+        binding = [BIND_CORES_OPTION] if binds_cores(config) and shutil.which("numactl") else []
+        launcher = [program("deepspeed", spec.python), "--num_gpus", ranks, *binding, *without, *deepspeed_module]
     else:
         launcher = [program("torchrun", spec.python), "--nproc_per_node", ranks, *module]
     settings = device_settings(spec)

@@ -17,7 +17,7 @@ from optuna_dsat.errors import StorageUrlError
 from optuna_dsat.launch.isolation import describe_isolation, weakest_isolation
 from optuna_dsat.metrics import speed_up
 from optuna_dsat.runtime.files import write_text_atomic
-from optuna_dsat.runtime.overlay import checkpoint_every, is_compiled, without_model
+from optuna_dsat.runtime.overlay import BIND_CORES, checkpoint_every, is_compiled, without_model
 from optuna_dsat.script.settings_file import SettingsCopy
 from optuna_dsat.secrecy.references import names_in, resolved
 from optuna_dsat.secrecy.shapes import find_secrets, hidden_data
@@ -369,7 +369,8 @@ def _advice(
     configured = profiled.precision_of(study.spec.ds_config)
     trained = "bf16" if ds_config.precision_of(config) == "bf16" else configured
     gain = _bf16_in_words(study, configured) or precision_advice(trained, device_name=device, param_bytes=size)
-    binding = core_binding_in_words(config, ranks=study.spec.slots_per_trial)
+    compared = any(BIND_CORES in trial.params for trial in study.trials)
+    binding = "" if compared else core_binding_in_words(config, ranks=study.spec.slots_per_trial)
     script = profiled.advice(config, settings_written=settings_written)
     loaded, saved = profiled.checkpoint_advice(study.spec, config), _lone_save_in_words(launches)
     return " ".join(filter(None, (script, loaded, saved, gain, binding)))

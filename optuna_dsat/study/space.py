@@ -7,13 +7,13 @@ from typing import Any
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.ds_config import MICRO_BATCH
-from optuna_dsat.config.knobs import CHECKPOINT_EVERY, KNOBS, LEAF_MODULE, MODEL, PIN_MEMORY, ZERO_STAGE
+from optuna_dsat.config.knobs import BIND_CORES, CHECKPOINT_EVERY, KNOBS, LEAF_MODULE, MODEL, PIN_MEMORY, ZERO_STAGE
 from optuna_dsat.config.space_builder import Role, SearchSpace, SpaceRequest, build_space
 from optuna_dsat.config.structures import STRUCTURES, Structure
 from optuna_dsat.cost import memory
 from optuna_dsat.errors import ConfigError
 from optuna_dsat.guided.problem import REACH
-from optuna_dsat.runtime.overlay import checkpoint_every
+from optuna_dsat.runtime.overlay import binds_cores, checkpoint_every
 from optuna_dsat.study.profile.permission import permitted_knobs
 from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.study.profile.script import own_train_batch_size, user_config
@@ -111,6 +111,10 @@ def _worthwhile(spec: StudySpec, profiled: Profiled | None) -> set[str]:
         result.add(PIN_MEMORY)
     if routes_samples(spec, profiled):
         result.add(LEAF_MODULE)
+    numa_nodes = 1 if profiled is None or spec.device == "cpu" else profiled.profile.numa_nodes
+    may_gain = min(numa_nodes, spec.slots_per_node) > 1 and not binds_cores(spec.ds_config)
+    if may_gain or BIND_CORES in (spec.only or ()):
+        result.add(BIND_CORES)
     return result - set(spec.kept_knobs)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from optuna_dsat.config.ds_config import flatten
+from optuna_dsat.config.knobs import MODEL
 from optuna_dsat.config.user_file import misspelt_in_words
 from optuna_dsat.errors import PATH_ERRORS, UsageError
 from optuna_dsat.script.command.interception import is_of_launch
@@ -99,7 +100,8 @@ def prepare(method: str | None, given: Given) -> Prepared:
         from optuna_dsat.tuning.cluster import check_cluster
 
         check_cluster(spec)
-    misspelt = misspelt_in_words([*spec.ds_config, *flatten(spec.ds_config)])
+    read = {key: value for key, value in spec.ds_config.items() if key != MODEL}
+    misspelt = misspelt_in_words([*read, *flatten(read)])
     request = StudyRequest(
         spec=spec,
         devices=devices,

@@ -11,7 +11,7 @@ from typing import Any
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.documents import is_pipe
-from optuna_dsat.config.knobs import ZERO_STAGE
+from optuna_dsat.config.knobs import BIND_CORES, MODEL, ZERO_STAGE
 from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.machine.devices import Devices, cpu_devices, detect_devices, refuse_build
 from optuna_dsat.launch.machine.host import available_memory_bytes
@@ -72,6 +72,10 @@ def build_spec(method: str, options: TuneOptions, devices: Devices) -> StudySpec
         "output_dir": str(writable(Path(options.output_dir))),
     }
     spec = make_spec(**values)
+    if (spec.fix or {}).get(BIND_CORES):  # for every launch, the baseline's too: it is as if the config had it
+        bound = ds_config.merge(spec.ds_config, {MODEL: {BIND_CORES: True}})
+        fixed = {name: value for name, value in (spec.fix or {}).items() if name != BIND_CORES}
+        spec = spec.model_copy(update={"ds_config": bound, "fix": fixed})
     if spec.only and ZERO_STAGE not in spec.only and options.zero_stages is not None:
         raise UsageError(
             "--zero-stages is about the ZeRO stage, which --only leaves as your config has it; add --only stage, or "

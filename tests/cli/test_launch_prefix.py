@@ -73,8 +73,9 @@ def test_the_launcher_and_its_ranks_are_those_on_the_cpu_unless_there_are_too_fe
     assert result.count("--cpu-ranks") == 1
     assert result[result.index("--cpu-ranks") + 1] == "2"
     assert capsys.readouterr().err == ""
-    result = unfolded(tmp_path, "deepspeed", "train.py")
+    result = unfolded(tmp_path, "deepspeed", "--bind_cores_to_rank", "train.py")
     assert result[result.index("--train-launcher") + 1] == "deepspeed"
+    assert result[result.index("--fix") + 1] == "bind_cores=true"
 
 
 def test_nodes_of_the_launcher_become_those_of_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,8 @@ from optuna_dsat.launch.machine.devices import Device, cpu_devices
 from optuna_dsat.launch.machine.slots import SlotPool
 from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
 from optuna_dsat.launch.run_directory import RunDirectory
+from optuna_dsat.runtime.overlay import BIND_CORES, MODEL
+from optuna_dsat.runtime.rank import CORES_ENV
 from optuna_dsat.script.interpreter import with_package
 from tests.harness.launches import request
 
@@ -76,6 +78,19 @@ def environment(base: dict[str, str], *, kind: str = "cpu", purpose: str = "tria
             mark="mark",
             **{"total_slots": 4, **options},
         )
+
+
+def test_ranks_that_have_their_own_cores_share_the_physical_ones_and_launches_side_by_side_have_others(
+    tmp_path: Path,
+) -> None:
+    pool, asked = SlotPool(cpu_devices(2)), replace(golden_request(), overlay={MODEL: {BIND_CORES: True}})
+    seen = []
+    for slots in (1, 1):
+        directory = RunDirectory.create(tmp_path, "trial-0007")
+        with patch("os.sched_getaffinity", return_value=set(range(2, 10))), patch("psutil.cpu_count", return_value=8):
+            made = prepare_launch(asked, directory, pool.take(slots), pool=pool, base_env={}, mark="mark")
+        seen += json.loads(made.environ[CORES_ENV])
+    assert seen == [[2, 3, 4], [5, 6, 7]]
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import os
 import socket
 import sys
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from optuna_dsat.runtime.adapt.ranks import default_local_rank, join_group, spawn_in_place, with_local_rank
+from optuna_dsat.runtime.adapt.ranks import bind_cores, default_local_rank, join_group, spawn_in_place, with_local_rank
 from optuna_dsat.runtime.events import EngineReady, RankFinished, StepMeasured
+from optuna_dsat.runtime.rank import CORES_ENV
 from tests.harness.ranks import Starter, WarmRanks, rank_of
 
 RANK = rank_of(2, number=1)
@@ -25,6 +29,32 @@ RANK = rank_of(2, number=1)
 def _own_parser(monkeypatch: pytest.MonkeyPatch) -> None:
     # restored after the test
     monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", argparse.ArgumentParser.parse_known_args)
+
+
+def test_a_rank_and_its_threads_run_on_its_own_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    usable, ended = os.sched_getaffinity(0), threading.Event()
+    threads: list[int] = []
+    seen: list[set[int]] = []
+    monkeypatch.setenv(CORES_ENV, json.dumps([[], [min(usable)]]))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(set_num_threads=threads.append))
+
+    def work() -> None:
+        ended.wait()
+        seen.append(os.sched_getaffinity(0))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        bind_cores()
+        seen.append(os.sched_getaffinity(0))
+    finally:
+        ended.set()
+        thread.join()
+        for each in Path("/proc/self/task").iterdir():
+            with suppress(ProcessLookupError):
+                os.sched_setaffinity(int(each.name), usable)
+    assert (seen, threads) == ([{min(usable)}] * 2, [1])
 
 
 @pytest.mark.parametrize("option", ["--local_rank", "--local-rank"])

@@ -14,6 +14,7 @@ from optuna_dsat.study.config_changes import (
     changes_in_words,
     config_changes,
     core_binding_in_words,
+    model_change_in_words,
     ready_config,
 )
 from optuna_dsat.study.profile.script import follow_batch
@@ -37,7 +38,10 @@ BEST: dict[str, Any] = {
 
 def test_an_optimizer_on_the_host_may_gain_from_bound_cores() -> None:
     offloaded = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
-    assert "--bind_cores_to_rank" in core_binding_in_words(offloaded, ranks=2)
+    assert "--only bind_cores" in core_binding_in_words(offloaded, ranks=2)
+    bound = {**offloaded, "optuna_dsat": {"bind_cores": True}}
+    assert core_binding_in_words(bound, ranks=2) == model_change_in_words(bound, bound) == ""
+    assert "deepspeed --bind_cores_to_rank" in model_change_in_words(bound, offloaded)
     assert core_binding_in_words(offloaded, ranks=1) == core_binding_in_words(BEST, ranks=2) == ""
 
 

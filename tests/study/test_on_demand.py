@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from optuna_dsat.config.ds_config import MICRO_BATCH, ZERO, merge
-from optuna_dsat.config.knobs import LEAF_MODULE, PIN_MEMORY
+from optuna_dsat.config.knobs import BIND_CORES, LEAF_MODULE, MODEL, PIN_MEMORY
 from optuna_dsat.config.search_space import SearchSpace
 from optuna_dsat.cost.memory import estimate, zero_settings
 from optuna_dsat.cost.step_time import Columns, StepTimeModel
@@ -66,6 +66,17 @@ def test_page_locked_memory_is_searched_where_only_other_memory_may_fit(host_gib
     assert (choices(known, PIN_MEMORY) is not None) == searched
     assert choices(known, PIN_MEMORY, fix={PIN_MEMORY: False}) == (False,)
     assert choices(known, PIN_MEMORY, no_tune=(PIN_MEMORY,)) is None
+
+
+@pytest.mark.parametrize(("nodes", "searched"), [(1, False), (2, True)])
+def test_cores_of_ranks_are_searched_with_offloads_on_hosts_with_several_numa_nodes(nodes: int, searched: bool) -> None:
+    known = profiled_of(profile=replace(PROFILE, numa_nodes=nodes))
+    assert (choices(known, BIND_CORES) is not None) == searched
+    assert choices(known, BIND_CORES, no_tune=(BIND_CORES,)) is None
+    assert choices(known, BIND_CORES, ds_config={**CONFIG, MODEL: {BIND_CORES: True}}) is None
+    offloaded = space(known, only=(BIND_CORES,), ds_config={**CONFIG, ZERO: {"stage": 2, "offload_optimizer": CPU}})
+    overlays = [offloaded.overlay({**params, MICRO_BATCH: 1}) for params in offloaded.lineages()]
+    assert [bool(overlay.get(MODEL, {}).get(BIND_CORES)) for overlay in overlays] == [False, True]
 
 
 def test_a_share_of_the_optimizer_moves_from_the_host_to_the_device() -> None:

@@ -96,6 +96,17 @@ def test_the_command_starts_the_script_as_its_options_expect(is_module: bool, ra
     assert command == f"{start} --deepspeed_config {BEST}"
 
 
+def test_the_launcher_of_deepspeed_gives_ranks_their_own_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound, profiled = {"optuna_dsat": {"bind_cores": True}}, profiled_of(takes_local_rank="--local_rank")
+    made = {}
+    for found in (None, "/usr/bin/numactl"):
+        monkeypatch.setattr("shutil.which", lambda *_, found=found, **__: found)
+        own = spec().model_copy(update={"ds_config": bound})
+        made[found] = command_to_train(own, bound, profiled=profiled, host_threads=None, storage="sqlite:///s.db")
+    assert "optuna-dsat train s" in made[None]
+    assert "deepspeed --num_gpus 4 --bind_cores_to_rank /project/train.py" in made["/usr/bin/numactl"]
+
+
 @pytest.mark.parametrize(
     ("typed", "rank_option", "start"),
     [

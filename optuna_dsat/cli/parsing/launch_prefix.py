@@ -96,6 +96,8 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> Unfol
     target = _target(command, named=named is not None, cwd=folder or cwd)
     if command.launcher and value_given(options, "--train-launcher") is None:
         places += ["--train-launcher", command.launcher]
+    if command.binds_cores:
+        places += ["--fix", "bind_cores=true"]
     return Unfolded(arguments=[*argv[: start + 1], *options, *places, *ranks, *target], folder=folder, gpus=gpus)
 
 

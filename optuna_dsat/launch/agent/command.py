@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from optuna_dsat.launch.machine.devices import Device
 from optuna_dsat.launch.machine.nvme import in_own_folders, swap_paths
@@ -20,8 +23,8 @@ from optuna_dsat.runtime.agent.torchrun import LOOPBACK, LOOPBACK_ENVIRONMENT
 from optuna_dsat.runtime.imports import ALLOCATOR
 from optuna_dsat.runtime.isolation.world import WorldPlan
 from optuna_dsat.runtime.measure.memory import usable_cores
-from optuna_dsat.runtime.overlay import without_model
-from optuna_dsat.runtime.rank import LAUNCH_ENV, MANUAL_INIT_ENV, LaunchPlan
+from optuna_dsat.runtime.overlay import binds_cores, without_model
+from optuna_dsat.runtime.rank import CORES_ENV, LAUNCH_ENV, MANUAL_INIT_ENV, LaunchPlan
 from optuna_dsat.script.arg_mapping import map_arguments
 from optuna_dsat.script.command.interception import is_of_rank
 from optuna_dsat.script.interpreter import with_package
@@ -184,6 +187,20 @@ def device_environment(base: Mapping[str, str], *, kind: str, python: str) -> di
     return environ
 
 
+def share_of_cores(slot: int, *, total: int) -> list[int]:
+    """Return the cores of one of ``total`` slots: whole physical cores that follow each other, where they suffice.
+
+    They are those of ``deepspeed --bind_cores_to_rank`` if a launch takes all slots: Linux numbers the second threads
+    of cores after all first ones.
+    """
+    usable = sorted(os.sched_getaffinity(0))
+    first_threads = [core for core in usable if core < (psutil.cpu_count(logical=False) or 0)]
+    cores = first_threads if len(first_threads) >= total else usable
+    size = max(1, len(cores) // total)
+    start = slot * size % len(cores)
+    return cores[start : start + size]
+
+
 def _tracker_settings(environ: Mapping[str, str], directory: RunDirectory) -> dict[str, str]:
     settings = {name: value for name, value in _QUIET_TRACKERS.items() if environ.get(name) != "disabled"}
     return settings | {name: place(directory.trackers_dir) for name, place in _TRACKER_PLACES.items()}
@@ -236,6 +253,8 @@ def prepare_launch(
         mark=mark,
         rendezvous=rendezvous,
     )
+    if binds_cores(request.overlay):
+        environ[CORES_ENV] = json.dumps([share_of_cores(slot, total=pool.total) for slot in pool.places_of(lease)])
     directory.write_command(command, cwd=request.command.cwd, devices=lease.indices, environ=environ)
     return PreparedLaunch(
         launch_id=request.launch_id,

@@ -110,6 +110,11 @@ class SlotPool:
             self._survey = (now, busy)
         return [device for device in rest if device.index not in self._survey[1]]
 
+    def places_of(self, lease: SlotLease) -> tuple[int, ...]:
+        """Return the number of each of a launch's slots, from 0 to ``total`` - 1."""
+        indices = [device.index for device in self._devices.devices]
+        return tuple(indices.index(index) % self.total for index in lease.indices)
+
     def holders(self) -> tuple[Holder, ...]:
         """Measure and return the holders of the slots that are not free, in the order of the slots."""
         return tuple(holder for device in self._devices.devices for holder in self._holders_of(device))

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from optuna_dsat.runtime.adapt.ranks import bind_cores
 from optuna_dsat.runtime.imports import patch
 from optuna_dsat.runtime.measure.blocks import (
     DEEPSPEED_CHECKPOINT,
@@ -29,7 +30,7 @@ from optuna_dsat.runtime.measure.blocks import (
     reason_against,
     repeated_blocks,
 )
-from optuna_dsat.runtime.overlay import CHECKPOINT_EVERY, COMPILE
+from optuna_dsat.runtime.overlay import BIND_CORES, CHECKPOINT_EVERY, COMPILE
 
 
 class CheckpointingError(ValueError):
@@ -117,7 +118,10 @@ def _compile(engine: Any, is_on: bool) -> None:
         engine.compile()
 
 
-MODEL_KNOBS: Mapping[str, Callable[[Any, Any, Callable[[], None]], None]] = {CHECKPOINT_EVERY: _checkpoint}
+MODEL_KNOBS: Mapping[str, Callable[[Any, Any, Callable[[], None]], None]] = {
+    BIND_CORES: lambda _model, is_on, _on_same: bind_cores() if is_on else None,
+    CHECKPOINT_EVERY: _checkpoint,
+}
 """Key of the section of settings that change the model -> function that applies its value before the engine is built,
 and calls back if the script does the same.
 

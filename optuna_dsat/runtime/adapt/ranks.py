@@ -18,17 +18,19 @@ import argparse
 import ast
 import functools
 import inspect
+import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 from optuna_dsat.runtime.adapt.config import is_same_file
 from optuna_dsat.runtime.imports import ImportWatch, patch
-from optuna_dsat.runtime.rank import LAUNCH_ENV, Rank
+from optuna_dsat.runtime.rank import CORES_ENV, LAUNCH_ENV, Rank
 from optuna_dsat.runtime.user_code import declares_option, parsed_source
 from optuna_dsat.secrecy.references import secrets
 
@@ -107,6 +109,19 @@ def _reads_by_hand(script: Path) -> bool:
         for node in nodes
     )
     return named and any(isinstance(node, ast.Attribute) and node.attr == "argv" for node in nodes)
+
+
+def bind_cores() -> None:
+    """Have this rank, with the threads that it has by now, run on its own cores only (``CORES_ENV``).
+
+    Like ``deepspeed --bind_cores_to_rank``, it has a thread of OpenMP for each. Memory that it fills from then on is in
+    the NUMA node of its cores, unless that is full.
+    """
+    cores = json.loads(os.environ[CORES_ENV])[int(os.environ["LOCAL_RANK"])]
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(ProcessLookupError):
+            os.sched_setaffinity(int(thread.name), cores)
+    sys.modules["torch"].set_num_threads(len(cores))
 
 
 def join_group(rank: Rank) -> Callable[[Any], None]:

@@ -234,6 +234,11 @@ def usable_cores(*, membership: Path = _MEMBERSHIP, root: Path = _CGROUPS) -> in
     return max(1, int(cores))
 
 
+def numa_nodes(*, folder: Path = Path("/sys/devices/system/node")) -> int:
+    """Return the NUMA nodes of this host that have cores, at least 1."""
+    return max(1, sum(bool(cores.read_text(encoding="ascii").strip()) for cores in folder.glob("node*/cpulist")))
+
+
 def memory_limits(*, membership: Path = _MEMBERSHIP, root: Path = _CGROUPS) -> Iterator[tuple[int, int]]:
     """Yield each memory limit of this process's control groups and their parents, and the bytes left below it."""
     for name, folder in _groups("memory", membership, root):

@@ -23,7 +23,7 @@ from typing import Any
 from optuna_dsat.runtime.events import Event, ProfileMeasured
 from optuna_dsat.runtime.measure.blocks import BlockWatch, RoutingWatch, compiled_by_script, has_leaf_modules
 from optuna_dsat.runtime.measure.engine import is_pipeline, micro_batches_in_flight, sequence_shards
-from optuna_dsat.runtime.measure.memory import CpuMemory, CudaMemory, host_memory_bytes
+from optuna_dsat.runtime.measure.memory import CpuMemory, CudaMemory, host_memory_bytes, numa_nodes
 from optuna_dsat.runtime.rank import LaunchPlan, Rank
 
 _BLOCK_BYTES = 512
@@ -138,6 +138,7 @@ class Profiler:
                 no_compiling="the script compiles its model itself" if compiled_by_script(module) else "",
                 leaf_classes=tuple(sorted({type(leaf).__name__ for leaf in leaves})),
                 leaf_params=max((sum(map(_numel, leaf.parameters())) for leaf in leaves), default=0),
+                numa_nodes=numa_nodes(),
             )
         )
         if (dynamo := sys.modules.get("torch._dynamo")) is not None:

@@ -81,6 +81,8 @@ class LaunchCommand:
     """Whether it starts the script in a single process, without a launcher."""
     launcher: str | None = None
     """``deepspeed`` or ``torchrun``, which can train with a config of the study as well; None for any other."""
+    binds_cores: bool = False
+    """Whether each rank runs on its own cores."""
     nodes: int = 1
     """Nodes that it starts ranks on."""
     hosts: tuple[str, ...] = ()
@@ -354,7 +356,7 @@ def _count(value: int, option: str) -> int:
     return value
 
 
-_WITHOUT_EFFECT = ("autotuning", "bind_cores_to_rank", "venv_script")
+_WITHOUT_EFFECT = ("autotuning", "bind_core_list", "venv_script")
 
 
 def _deepspeed(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -386,6 +388,7 @@ def _deepspeed(options: Mapping[str, Any]) -> dict[str, Any]:
         "gpus": _listed(here) if selects and not several else None,
         "without_gpus": _listed(set(range(MOST_SLOTS)) - set(here)) if options["exclude"] and not hosts else None,
         "launcher": "deepspeed",
+        "binds_cores": bool(options.get("bind_cores_to_rank")),
         "notes": tuple(notes),
     }
 
