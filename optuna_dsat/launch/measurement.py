@@ -333,7 +333,7 @@ class LaunchRecord:
     def passes_per_micro_batch(self) -> int:
         """Forward passes of full micro-batches in each counted step, divided by the engine's accumulation steps.
 
-        More than 1 if the script accumulates itself, or feeds several inputs per backward pass; 1 if unknown.
+        More than 1 if the script accumulates itself; 1 if unknown.
         """
         if self.engine is None or self.engine.pipeline or self.observed_micro_batch is None:
             return 1

@@ -288,6 +288,17 @@ def slow(bench: MeterBench) -> Callable[[torch.Tensor], torch.Tensor]:
     return forward
 
 
+def test_inputs_of_a_backward_pass_are_one_micro_batch() -> None:
+    """Samples of triplets were counted three times, crops of two resolutions by a third too often."""
+    bench = MeterBench(Engine)
+    for rows in (8, 24):
+        bench.engine(torch.ones(rows, 2))
+    bench.engine.backward(torch.tensor(0.5))
+    bench.engine.step()
+    step = bench.steps[0]
+    assert (step.observed_micro_batch, step.samples, step.elements) == (24, 24, 64)
+
+
 @pytest.mark.parametrize("fed", ["engine", "module"])
 def test_evaluation_between_steps_is_recorded_apart(fed: str) -> None:
     bench = MeterBench(Engine)

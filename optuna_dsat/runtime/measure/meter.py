@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from optuna_dsat.outcome import Outcome
@@ -107,8 +107,10 @@ class _Step:
     """Largest leading dimension of an input; None if not observed."""
     pipelined: int = 0
     """Micro-batches of a pipeline engine, whose phases are not observed."""
-    direct: InputSize | None = None
-    """Largest batch passed directly to the module since the last backward pass; None without such a batch."""
+    passes: list[InputSize] = field(default_factory=list)
+    """Inputs of the engine since the last backward pass."""
+    direct: list[InputSize] = field(default_factory=list)
+    """Inputs passed directly to its module since the last backward pass."""
     by_script: bool = False
     """Whether the script called ``optimizer.step()`` directly."""
     loss: Any = None
@@ -237,7 +239,7 @@ class Meter:
             self._note_unproven((args, kwargs))
             return self._evaluate(original, *args, **kwargs)
         args, kwargs = self._sized(args, kwargs)
-        self._count_samples((args, kwargs))
+        self._step.passes += self._fed_sizes((args, kwargs))
         self._in_forward = True
         try:
             with self._phase("forward"):
@@ -252,7 +254,8 @@ class Meter:
         self._prove_training()
         with self._phase("backward"):
             result = original(loss, *args, **kwargs)
-        self._close_direct()
+        passes, self._step.passes = self._step.passes, []
+        self._close_inputs(*passes)
         self._step.forward_end = None
         self._step.loss = loss_of(loss)
         return result
@@ -280,7 +283,7 @@ class Meter:
         return result
 
     def _close_backward(self) -> None:
-        self._close_direct()
+        self._close_inputs()
         if self._step.forward_end is not None:
             # The script called loss.backward(): the time between forward and step counts as backward.
             self._step.spans.append(("backward", self._step.forward_end, self._clock.mark()))
@@ -313,7 +316,7 @@ class Meter:
             yield
         self._end_observation = None
         self._state.phase = "between"
-        self._close_direct()
+        self._close_inputs()
         if state.steps + state.skipped > ended:
             return
         if len(self._step.spans) == spans:
@@ -335,7 +338,7 @@ class Meter:
             return
         if self._is_training():
             self._close_evaluation()
-            self._count_direct_samples((args, kwargs))
+            self._step.direct += self._fed_sizes((args, kwargs))
         else:
             self._note_unproven((args, kwargs))
             self._evaluation_begins()
@@ -347,7 +350,8 @@ class Meter:
     def _on_pipeline_input(self, module: Any, args: Any, kwargs: Any) -> None:
         if module.training:
             self._step.pipelined += 1
-            self._count_samples((args, kwargs))
+            for size in self._fed_sizes((args, kwargs)):
+                self._count(size)
 
     def _is_training(self) -> bool:
         import torch
@@ -378,12 +382,14 @@ class Meter:
             self._count(size)
         self._fed_in_training = False
 
-    def _count_samples(self, batch: Any) -> None:
+    def _fed_sizes(self, batch: Any) -> list[InputSize]:
+        """Record a training input; return its size in a list, empty if it is unknown."""
         self._fed_in_training = True
         size = self._size_of(batch)
-        if size is not None:
-            self._note_feeding(size)
-            self._count(size)
+        if size is None:
+            return []
+        self._note_feeding(size)
+        return [size]
 
     def _note_feeding(self, size: InputSize) -> None:
         state = self._state
@@ -396,24 +402,15 @@ class Meter:
         self._step.fed += size
         self._step.micro_batch = max(size.samples, self._step.micro_batch or 0)
 
-    def _count_direct_samples(self, batch: Any) -> None:
-        """Count a batch that the script passed to the module instead of the engine.
+    def _close_inputs(self, *sizes: InputSize) -> None:
+        """Count inputs before a backward pass as one micro-batch, as large as the largest.
 
-        Of several batches before a backward pass, as in the discriminator of a GAN, the largest counts.
+        They are anchors, positives and negatives, crops of two resolutions, or a discriminator's real and fake samples.
         """
-        self._fed_in_training = True
-        size = self._size_of(batch)
-        if size is not None:
-            self._note_feeding(size)
-            largest = self._step.direct
-            if largest is None or (size.samples, size.elements) > (largest.samples, largest.elements):
-                self._step.direct = size
-
-    def _close_direct(self) -> None:
-        """Count the largest batch passed directly to the module since the last backward pass."""
-        size, self._step.direct = self._step.direct, None
-        if size is not None and size.samples:
-            self._count(size)
+        sizes, self._step.direct = (*sizes, *self._step.direct), []
+        if any(size.samples for size in sizes):
+            largest = max(size.samples for size in sizes)
+            self._count(replace(sum(sizes[1:], sizes[0]), samples=largest))
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -437,7 +434,9 @@ class Meter:
         self._state.phase = "between"
 
     def _finish_step(self) -> None:
-        self._close_direct()
+        for size in self._step.passes:  # their backward passes were not the engine's, and may have been several
+            self._count(size)
+        self._close_inputs()
         self._close_evaluation()
         self._clock.synchronize()
         now = self._clock.now()
