@@ -77,9 +77,11 @@ def test_inputs_that_are_the_same_in_every_pass_are_repeated() -> None:
         assert fed["pair"].y == ["abcd"[n % 4] for n in range(numerator)]
         assert fed["mask"] is None
     scale = Fraction(2)
-    repeated((x, step), {})
-    (fed, same), _ = repeated((x, step), {})
+    mask = torch.ones(1, 4)
+    repeated((mask, x, step), {})
+    (broadcast, fed, same), _ = repeated((mask, x, step), {})
     assert len(fed) == 8
+    assert broadcast is mask
     assert same is step
 
 
@@ -124,6 +126,27 @@ def test_time_may_come_first(batch: torch.Tensor, named: set[int], expected: int
 def test_a_loaders_batch_size_tells_which_dimension_samples_are() -> None:
     assert samples(TOKENS, configured={6}, loaded=12) == 12
     assert samples(TOKENS, configured={1}, loaded=6) == 6
+
+
+ONE_ROW = torch.zeros(1, 6)
+
+
+@pytest.mark.parametrize(
+    ("batch", "loaded", "expected"),
+    [
+        ((torch.zeros(12, 6, 3, 8, 8),), 6, 6),  # videos, time first
+        ((ONE_ROW, torch.zeros(8, 6)), 8, 8),  # positions or a mask of all samples
+        ((ONE_ROW, torch.zeros(8, 6)), None, 8),
+        ((ONE_ROW, torch.zeros(4096, 6)), None, 1),  # patches of an image
+        ((torch.zeros(30, 30), torch.zeros(8, 12, 30)), 8, 8),  # a graph, and series at its nodes
+        ((torch.zeros(24, 6), torch.zeros(8)), 8, 8),  # three rows for each sample, and its label
+        ((torch.zeros(8, 6), torch.zeros(32)), 32, 8),  # a part of the loader's batch
+    ],
+)
+def test_the_first_tensor_may_not_have_the_samples_in_its_rows(
+    batch: tuple[torch.Tensor, ...], loaded: int | None, expected: int
+) -> None:
+    assert samples((batch, {}), configured={1, 8}, loaded=loaded) == expected
 
 
 def test_several_rows_of_each_sample_are_all_counted() -> None:

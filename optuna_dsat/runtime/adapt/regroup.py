@@ -107,7 +107,8 @@ class RepeatedInputs:
         tensors = [tensor for tensor in tensors_of((args, kwargs)) if isinstance(tensor, torch.Tensor)]
         last = [known() for known in self._last]
         self._last = tuple(map(ref, tensors))
-        size, scale = leading_dimension(tensors), self._scale()
+        sizes = [*filter(None, map(leading_dimension, tensors))]
+        size, scale = next((size for size in sizes if size > 1), min(sizes, default=0)), self._scale()
         if not size or scale == 1 or [*map(id, last)] != [*map(id, tensors)]:
             return args, kwargs
         wanted = max(1, int(size * scale))

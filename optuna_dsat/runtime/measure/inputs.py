@@ -81,10 +81,10 @@ def _has_shape(value: Any) -> bool:
 
 # Number of samples in the inputs of a forward pass: usually the leading dimension, but not always.
 #
-# Recurrent models and some transformers take inputs of shape (length, samples, ...). The sample dimension is then
-# identified by known batch sizes: of the configs, of options with such names, and of the loader. If a model gets
-# several rows per sample (two views, pairs, frames of a video), the number of rows comes from earlier launches at two
-# batch sizes (``optuna_dsat.study.profile.batch_search``).
+# Recurrent models and some transformers take inputs of shape (length, samples, ...); others first take a tensor that
+# all samples share. The sample dimension is then identified by known batch sizes: of the configs, of options with such
+# names, and of the loader. If a model gets several rows per sample (two views, pairs, frames of a video), the number of
+# rows comes from earlier launches at two batch sizes (``optuna_dsat.study.profile.batch_search``).
 
 
 @dataclass(frozen=True)
@@ -115,23 +115,39 @@ def sample_counter(
         size, known = size_of(batch), numbers()
         if size is None:
             return None if known.loaded is None else InputSize(samples=known.loaded)
-        tensor = shaped_tensors(batch)[0]
+        tensors = shaped_tensors(batch)
         listed = _listed_samples(batch, known.loaded)
-        if any(item is tensor for item in tensors_of(listed)):
+        if any(item is tensors[0] for item in tensors_of(listed)):
             return InputSize(
                 samples=-(-len(listed) * rows[1] // rows[0]),
                 elements=sum(item.elements for item in map(size_of, listed) if item is not None),
                 are_tokens=size.are_tokens,
             )
-        count, sizes = size.samples, known.configured | known.named | {known.loaded}
-        is_sequence = len(tensor.shape) == 3 and "float" in str(getattr(tensor, "dtype", ""))
-        if known.packed is not None and rows[0] == rows[1]:
-            count = known.packed
-        elif (is_sequence or _holds_tokens(tensor)) and count not in sizes and int(tensor.shape[1]) in sizes - {1}:
-            count = int(tensor.shape[1])
+        is_packed = known.packed is not None and rows[0] == rows[1]
+        count = known.packed if is_packed and known.packed is not None else _samples_in(tensors, known)
         return replace(size, samples=-(-count * rows[1] // rows[0]))
 
     return counted
+
+
+def _samples_in(tensors: Sequence[Any], known: BatchNumbers) -> int:
+    """Return the samples of a batch: the leading dimension of its first tensor, unless known batch sizes show another.
+
+    They may be in its second dimension, (length, samples, ...). The first tensor may also have the same single row for
+    all samples (masks, positions, prompts), or belong to no sample (adjacency matrices, noise levels); the other
+    tensors then have them.
+    """
+    first = tensors[0]
+    count, second = (int(length) for length in (*first.shape, 1)[:2])
+    sizes = known.configured | known.named | {known.loaded}
+    likely = (known.configured | known.named if known.loaded is None else {known.loaded}) - {1}
+    is_float, depth = "float" in str(getattr(first, "dtype", "")), len(first.shape)
+    is_sequence = (is_float and (depth == 3 or (depth > 3 and second == known.loaded))) or _holds_tokens(first)
+    if is_sequence and count not in sizes and second in sizes - {1}:
+        return second
+    if count == 1 or (count not in sizes and known.loaded is not None):
+        return next((int(tensor.shape[0]) for tensor in tensors if int(tensor.shape[0]) in likely), count)
+    return count
 
 
 def _listed_samples(batch: Any, samples: int | None, depth: int = _DEPTH) -> Sequence[Any]:
