@@ -151,7 +151,8 @@ class TrialConfig:
         """Return the differences between the script's config and the user's file (see ``config_differences``).
 
         Empty if any of them could not be read. Values that look like secrets are left out. ``ranks`` are those that get
-        different data, if known: only an engine has them (pipeline stages share theirs).
+        different data, if known: only an engine has them (pipeline stages share theirs). The global batch of a config
+        that the script builds is then one of them: it may contradict the script's other batch sizes.
         """
         if config is None or self._user is None or self._launch is None:
             return {}
@@ -163,6 +164,8 @@ class TrialConfig:
         result = config_differences(
             script, user=self._user, launch=launch, world_size=ranks or self._world_size, scripts=noted
         )
+        if ranks and not (self._user or isinstance(config, LaidConfig)) and isinstance(script.get(TRAIN_BATCH), int):
+            result[TRAIN_BATCH] = [script[TRAIN_BATCH], None]
         return {key: values for key, values in result.items() if hidden_data(values, key) == values}
 
     @property

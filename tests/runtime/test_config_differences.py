@@ -205,6 +205,17 @@ def test_a_stage_given_in_code_alone_is_told_also_where_the_launch_has_the_same(
     assert "train_micro_batch_size_per_gpu" not in result  # may come from an option that is set by the launch
 
 
+def test_the_global_batch_of_a_config_in_code_is_known_with_the_ranks_that_share_it(tmp_path: Path) -> None:
+    """The best config lost it, and a contradiction that DeepSpeed refuses gave a baseline that nobody asked for."""
+    (tmp_path / "launch.json").write_text("{}", encoding="utf-8")
+    plan = plan_of(config_path=str(tmp_path / "launch.json"), user_config_path="")
+    script = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2}
+    config = TrialConfig(plan, world_size=2)
+    assert {key: own for key, (own, _) in config.differences(script, ranks=2).items()} == script
+    assert "train_batch_size" not in config.differences(script)
+    assert "train_batch_size" not in config.differences(LaidConfig(script, script), ranks=2), "a library computes it"
+
+
 class PipelineModule:
     def parameters(self) -> list[Any]:
         return []

@@ -135,6 +135,7 @@ ONE_ROW = torch.zeros(1, 6)
     ("batch", "loaded", "expected"),
     [
         ((torch.zeros(12, 6, 3, 8, 8),), 6, 6),  # videos, time first
+        ((torch.zeros(12, 6),), 6, 6),  # series of a number
         ((ONE_ROW, torch.zeros(8, 6)), 8, 8),  # positions or a mask of all samples
         ((ONE_ROW, torch.zeros(8, 6)), None, 8),
         ((ONE_ROW, torch.zeros(4096, 6)), None, 1),  # patches of an image

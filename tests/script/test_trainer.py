@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from optuna_dsat.config import ds_config
+from optuna_dsat.errors import ConfigError
 from optuna_dsat.runtime.events import TrainerFound, decode_event, encode_event
 from optuna_dsat.script.arg_mapping import map_arguments
 from optuna_dsat.script.trainer import ScriptTrainer
@@ -105,6 +106,20 @@ def test_a_global_batch_of_the_file_gives_way_to_batch_sizes_of_the_script(
     followed = follow_script(spec, differences=own, trainer=None, defaults={}, batch=None, ranks=2)
     config, _ = user_config(followed)
     assert (config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]) == expected
+
+
+def test_batch_sizes_in_code_are_kept_unless_they_contradict_each_other() -> None:
+    sizes = {"train_batch_size": [32, None], "train_micro_batch_size_per_gpu": [8, None]}
+    sizes["gradient_accumulation_steps"] = [2, None]
+    known: dict[str, Any] = {"trainer": None, "defaults": {}, "batch": None, "ranks": 2}
+    assert follow_script(spec_of({}), differences=sizes, **known).ds_config["train_batch_size"] == 32
+    sizes["train_batch_size"] = [64, None]
+    with pytest.raises(ConfigError, match="set train_batch_size to 32"):
+        user_config(follow_script(spec_of({}), differences=sizes, **known))
+    option = {"train_micro_batch_size_per_gpu": "--batch"}  # the launch's: the script may compute the others from it
+    assert (
+        "train_batch_size" not in follow_script(spec_of({}, arg_mappings=option), differences=sizes, **known).ds_config
+    )
 
 
 def test_an_option_for_the_global_batch_counts_the_ranks_with_different_samples() -> None:

@@ -142,7 +142,7 @@ def _samples_in(tensors: Sequence[Any], known: BatchNumbers) -> int:
     sizes = known.configured | known.named | {known.loaded}
     likely = (known.configured | known.named if known.loaded is None else {known.loaded}) - {1}
     is_float, depth = "float" in str(getattr(first, "dtype", "")), len(first.shape)
-    is_sequence = (is_float and (depth == 3 or (depth > 3 and second == known.loaded))) or _holds_tokens(first)
+    is_sequence = (is_float and (depth == 3 or second == known.loaded)) or _holds_tokens(first)
     if is_sequence and count not in sizes and second in sizes - {1}:
         return second
     if count == 1 or (count not in sizes and known.loaded is not None):

@@ -12,6 +12,7 @@ import optuna
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.space_builder import SearchSpace
+from optuna_dsat.script.arg_mapping import STAGE
 from optuna_dsat.script.batch_rule import BatchRule
 from optuna_dsat.script.trainer import ScriptTrainer
 from optuna_dsat.store import Store
@@ -117,6 +118,8 @@ def follow_script(
     key is the baseline; None removes the key. ``options`` are its options for keys, or empty.
     """
     given = {key: values[0] for key, values in differences.items()}
+    if trainer is not None or spec.script.arg_mappings.keys() - {STAGE}:
+        given.pop(ds_config.TRAIN_BATCH, None)  # it may be computed from the launch's other sizes
     sizes = {ds_config.MICRO_BATCH, ds_config.GRADIENT_ACCUMULATION}
     if given.keys() & sizes and not _is_open(spec.ds_config.get(ds_config.TRAIN_BATCH)):
         in_file = {} if given.keys() >= sizes else user_config(spec, data_parallel_size=ranks)[1]
