@@ -94,7 +94,9 @@ class BatchRule(Record):
         if self.kind == "held":
             return (
                 f"{self._why_held()}: the micro-batch stays {self.own}, and stage, offload and buckets are tuned. Name "
-                "its option with --arg-mapping train_micro_batch_size_per_gpu=--OPTION if it has one."
+                "its option with --arg-mapping train_micro_batch_size_per_gpu=--OPTION if it has one; a constant, an "
+                "environment variable or an INI file is not followed: use engine.train_micro_batch_size_per_gpu() in "
+                "its place."
             )
         if self.kind == "config":
             return f"The script feeds the engine {self._rows_in_words}: samples are counted, not rows."
@@ -234,15 +236,22 @@ def guesses(
     return [*[*named, *likely, *doubtful, *smaller, *other, *unlikely][: _MOST_GUESSES - len(follows)], *follows]
 
 
-def global_batch_option(sources: BatchSourcesFound, user: BatchTriangle, *, micro_batch: int) -> str:
-    """Return the option that is the global batch of a script with another option for the micro-batch; empty for none.
+def global_batch_option(sources: BatchSourcesFound, user: BatchTriangle, *, micro_batch: int) -> tuple[str, str]:
+    """Return the option that is the global batch, or a rank's part of it, where another option is the micro-batch.
 
     Such a script computes its accumulation steps from both: they are 0 if the micro-batch alone grows. ``micro_batch``
     is the script's, which the config of ``user`` need not give.
+
+    Returns:
+        The option, empty for none, and the key with the same meaning.
     """
-    global_batch = user.train_batch_size // user.micro_batch * micro_batch
-    alike = (name for name, value in sources.options.items() if value == global_batch != micro_batch)
-    return next(filter(names_training_batch, alike), "")
+    sizes = {
+        TRAIN_BATCH: user.train_batch_size // user.micro_batch * micro_batch,
+        RANK_BATCH: user.gradient_accumulation_steps * micro_batch,
+    }
+    options = [(name, value) for name, value in sources.options.items() if names_training_batch(name)]
+    alike = ((name, key) for key, size in sizes.items() for name, value in options if value == size != micro_batch)
+    return next(alike, ("", TRAIN_BATCH))
 
 
 def _names_it(rule: BatchRule) -> bool:

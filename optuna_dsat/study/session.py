@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 
 import optuna
 
+from optuna_dsat.config.ds_config import TRAIN_BATCH
 from optuna_dsat.guided.prior_knowledge import PriorKnowledge
 from optuna_dsat.launch.follow import SlotWait
 from optuna_dsat.launch.protocol import Launcher
@@ -111,7 +112,9 @@ class Session:
         options = {
             "ZeRO stage": profiled.stage_option,
             "accumulation steps": profiled.accumulation_option,
-            "global batch": profiled.global_batch_option,
+            "global batch" if profiled.global_batch_counts == TRAIN_BATCH else "batch of a rank": (
+                profiled.global_batch_option
+            ),
         }
         for what, option in ((what, option.rstrip("=")) for what, option in options.items() if option):
             self._context.say(f"The script takes its {what} from {option}; it follows each configuration.")

@@ -8,7 +8,7 @@ import pytest
 from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, BatchTriangle
 from optuna_dsat.errors import UsageError
 from optuna_dsat.runtime.events import BatchSourcesFound
-from optuna_dsat.script.arg_mapping import map_arguments, parse_mappings
+from optuna_dsat.script.arg_mapping import RANK_BATCH, map_arguments, parse_mappings
 from optuna_dsat.script.batch_rule import BatchRule, global_batch_option, guesses, held, samples_per_rank
 
 
@@ -53,22 +53,23 @@ def test_the_steps_are_held_if_the_script_may_divide_by_its_steps_or_its_ranks()
 
 
 def test_a_script_with_both_batch_sizes_is_given_both() -> None:
-    own = BatchTriangle(train_batch_size=32, micro_batch=4, gradient_accumulation_steps=4)
+    own, nothing = BatchTriangle(train_batch_size=32, micro_batch=4, gradient_accumulation_steps=4), ("", TRAIN_BATCH)
     alone = BatchTriangle(train_batch_size=4, micro_batch=4, gradient_accumulation_steps=1)
     for options, expected in (
-        ({"--epochs": 32, "--global_batch_size": 32}, "--global_batch_size"),
-        ({"--eval_batch_size": 32}, ""),
-        ({"--global_batch_size": 64}, ""),
+        ({"--epochs": 32, "--global_batch_size": 32}, ("--global_batch_size", TRAIN_BATCH)),
+        ({"--batch_size": 16}, ("--batch_size", RANK_BATCH)),
+        ({"--eval_batch_size": 32}, nothing),
+        ({"--global_batch_size": 64}, nothing),
     ):
         noted = found(options={"--micro_batch_size": 4, **options})
         assert global_batch_option(noted, own, micro_batch=4) == expected
-        assert global_batch_option(noted, alone, micro_batch=4) == ""
+        assert global_batch_option(noted, alone, micro_batch=4) == nothing
 
 
 def test_a_micro_batch_is_no_global_batch_where_the_config_gives_none() -> None:
     """On 8 ranks, ``--bs 8`` is the global batch of a micro-batch of 1, which a config without batch sizes has."""
     unknown = BatchTriangle(train_batch_size=8, micro_batch=1, gradient_accumulation_steps=1)
-    assert global_batch_option(found(options={"--bs": 8}), unknown, micro_batch=8) == ""
+    assert global_batch_option(found(options={"--bs": 8}), unknown, micro_batch=8)[0] == ""
 
 
 def test_an_option_with_the_number_of_rows_is_the_micro_batch_rather_than_a_global_batch_of_pairs() -> None:
@@ -146,6 +147,7 @@ FED_AT = [{"file": "/a/train.py", "line": 30}, {"file": "/a/train.py", "line": 4
 def test_no_line_is_named_as_the_batch_size_without_a_proof() -> None:
     rule = held(8, sources=found(fed_at=FED_AT), ranks=2)
     assert "(8) was not found; the batches go to the model at train.py, line 30" in rule.announcement()
+    assert "an environment variable or an INI file is not followed" in rule.announcement()
     assert rule.advice({MICRO_BATCH: 8}) == ""
     assert BatchRule.from_json({**rule.to_json(), "constant": True, "key": "BATCH"}).advice({MICRO_BATCH: 8}) == ""
 

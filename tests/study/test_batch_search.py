@@ -35,6 +35,7 @@ class Record:
     """A profile launch that fed the engine batches of one size, and noted nothing of where it comes from."""
 
     batch_sources = trainer = None
+    events: Any = ()
     sizes: tuple[int, ...] = ()
 
     class engine:  # noqa: N801 - stands in for an event
@@ -258,6 +259,33 @@ def test_a_row_of_tokens_without_a_data_loader_is_proven_to_be_a_sample(
     record: Any = Fed(1)
     rule = batch_search.find_batch_rule(bench.spec(), launch, record, overlay=batch_overlay(1), present=4)
     assert (None if rule is None else (rule.own, rule.rows)) == (rows and (4, rows))
+
+
+@pytest.mark.parametrize(("packs", "expected"), [(True, ("held", 1)), (False, ("loader", 1))])
+def test_a_data_loader_of_which_a_single_pack_is_used_is_not_followed(packs: bool, expected: tuple[str, int]) -> None:
+    """``collate_fn=lambda packs: packs[0]`` drops the others: twice the samples/s were reported for the same work."""
+
+    class Fed(Record):
+        outcome = Outcome.MEASURED
+        batch_sources: Any = BatchSourcesFound(
+            rank=0,
+            time=1.0,
+            options={},
+            loaders=[{"file": "x", "line": 3, "batch_size": 1, "samples": 9, "trains": True}],
+        )
+
+        def __init__(self, fed: int) -> None:
+            super().__init__(fed)
+            self.events = [SimpleNamespace(elements_are_tokens=True, elements=512 * (1 if packs else fed))]
+
+    def launch(request: LaunchRequest) -> Any:
+        proof = Fed(request.overlay[MICRO_BATCH] if request.command.batch_source.get("kind") == "loader" else 1)
+        return proof, proof
+
+    record: Any = Fed(1)
+    rule = batch_search.find_batch_rule(spec_with(), launch, record, overlay=batch_overlay(1), present=1)
+    assert rule is not None
+    assert (rule.kind, rule.own) == expected
 
 
 @pytest.mark.parametrize("own", [1, 4])

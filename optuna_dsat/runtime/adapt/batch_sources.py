@@ -250,6 +250,8 @@ class _Loader:
         """Samples of a batch that it was made with, the launch's micro-batch or ``batch_size``."""
         self._packs: bool | None = None
         """Whether the rows of a batch are not its samples: one row, or no multiple of them; None if unknown."""
+        self._most_rows = 0
+        """Rows of the largest batch so far: a last batch has fewer, and no multiple of the samples either."""
         self.samples: int | None = None
         """Samples per rank and epoch; None if the dataset has no length, or yields batches."""
         self.loads_all = False
@@ -302,9 +304,10 @@ class _Loader:
         made_with, rows = self.made_with, next(iter(sizes), None)
         if made_with is None or rows is None:
             return False
-        if self._packs is None and rows > 1:
+        if not self._packs and scale == 1 and rows > max(1, self._most_rows):
+            self._most_rows = rows
             is_other = made_with in sizes or (made_with > 1 and (rows % made_with > 0 or made_with + 1 in sizes))
-            self._packs = scale == 1 <= made_with < rows and is_other
+            self._packs = made_with < rows and is_other
         elif self._packs is None and scale == 1 < made_with:
             self._packs = self.samples is None or self.samples >= made_with
         return bool(self._packs)

@@ -220,11 +220,12 @@ def measure_profile(
             divides = batch is not None and batch.holds_steps(
                 accumulation_option=accumulation_option, ranks=profiled.data_parallel_size
             )
+            if sources is not None:
+                own = user.micro_batch if batch is None else batch.own
+                option, counts = global_batch_option(sources, user, micro_batch=own)
+                profiled = replace(profiled, global_batch_option=option, global_batch_counts=counts)
             return replace(
                 profiled,
-                global_batch_option=""
-                if sources is None
-                else global_batch_option(sources, user, micro_batch=user.micro_batch if batch is None else batch.own),
                 start_s=record.outside_steps_s(report.held_s),
                 stage_option=stage_option,
                 accumulation_option=accumulation_option,

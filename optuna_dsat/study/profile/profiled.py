@@ -87,6 +87,8 @@ class Profiled(Record):
     """The script's option that sets its accumulation steps; empty if none does."""
     global_batch_option: str = ""
     """The script's option for its global batch, where another sets its micro-batch; empty for none."""
+    global_batch_counts: str = ds_config.TRAIN_BATCH
+    """Key with the same meaning: it may be a rank's part of the global batch."""
     stage_choices: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Option that may mean a ZeRO stage -> the stages that the script accepts, where its parser lists them."""
     config_option: str = ""
@@ -125,7 +127,7 @@ class Profiled(Record):
             options={
                 STAGE: self.stage_option,
                 ds_config.GRADIENT_ACCUMULATION: self.accumulation_option,
-                ds_config.TRAIN_BATCH: self.global_batch_option,
+                self.global_batch_counts: self.global_batch_option,
             },
             environment=self.environment,
         )
