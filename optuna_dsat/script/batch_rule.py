@@ -146,8 +146,12 @@ class BatchRule(Record):
         if self.counts != MICRO_BATCH:
             ranks = config[TRAIN_BATCH] // (size * config.get(GRADIENT_ACCUMULATION, 1))
             size *= _units(ranks, self.steps)[self.counts]
-        is_setting = self.kind == "setting"
-        where = f"{self.key} in {self.file}" if is_setting else f"the batch size at {self.file}:{self.line}"
+        if self.kind == "loader":
+            return (
+                f"The data loader at {self.file}:{self.line} needs a batch size of {size}, unless it takes that from "
+                "the config: DeepSpeed does not change it."
+            )
+        where = f"{self.key} in {self.file}"
         return f"Set {where} to {size}: the script takes its batch size from there, and DeepSpeed does not change it."
 
 

@@ -103,7 +103,7 @@ def test_a_setting_of_a_file_and_a_loader_are_told_to_the_ranks() -> None:
     assert of_loader.source(ranks=2) == {"kind": "loader", "own": 4}
     config = {MICRO_BATCH: 16, TRAIN_BATCH: 32}
     assert setting.advice(config).startswith("Set train.batch in /a/run.yaml to 32")
-    assert of_loader.advice(config).startswith("Set the batch size at /a/train.py:7 to 16")
+    assert of_loader.advice(config).startswith("The data loader at /a/train.py:7 needs a batch size of 16")
     assert of_loader.advice({MICRO_BATCH: 4}) == ""
 
 
