@@ -98,6 +98,8 @@ class BatchRule(Record):
                 "environment variable or an INI file is not followed: use engine.train_micro_batch_size_per_gpu() in "
                 "its place."
             )
+        if self.kind == "config" and self.rows == (1, 1):
+            return "The script's batch size follows its config; its inputs do not have a row for each sample."
         if self.kind == "config":
             return f"The script feeds the engine {self._rows_in_words}: samples are counted, not rows."
         rows = "" if self.rows == (1, 1) else f" and feeds the engine {self._rows_in_words}"

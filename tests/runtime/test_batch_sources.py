@@ -393,7 +393,7 @@ def test_a_batch_whose_rows_are_not_samples_has_the_loaders_batch_size(collate: 
     views = [counter(batch) for batch in DataLoader([torch.zeros(2, 3)] * 4, 2, collate_fn=torch.cat)]  # type: ignore
     assert [size.samples for size in views if size is not None] == [4, 4]
     data = [torch.zeros(length, 3) for length in (2, 4, 5, 4, 2, 1)]  # the first batch happens to be a multiple
-    later = [counter(batch) for batch in DataLoader(data, 2, collate_fn=torch.cat)]  # type: ignore[arg-type]
+    later = [counter(batch) for batch in DataLoader(data, 2, collate_fn=torch.cat)]
     assert [size.samples for size in later if size is not None] == [6, 2, 2]
 
 

@@ -135,7 +135,8 @@ ONE_ROW = torch.zeros(1, 6)
     ("batch", "loaded", "expected"),
     [
         ((torch.zeros(12, 6, 3, 8, 8),), 6, 6),  # videos, time first
-        ((torch.zeros(12, 6),), 6, 6),  # series of a number
+        ((torch.zeros(12, 1, dtype=torch.long),), 1, 1),  # a text, time first
+        ((torch.zeros(12, 6),), 6, 12),  # two views of six features
         ((ONE_ROW, torch.zeros(8, 6)), 8, 8),  # positions or a mask of all samples
         ((ONE_ROW, torch.zeros(8, 6)), None, 8),
         ((ONE_ROW, torch.zeros(4096, 6)), None, 1),  # patches of an image
@@ -176,6 +177,15 @@ def test_lists_of_images_are_samples(images: list[Any], expected: tuple[int, int
 
 def test_what_has_no_tensor_has_no_size() -> None:
     assert samples({"text": "a"}, configured={1}) is None
+
+
+def test_where_rows_are_samples_in_a_known_proportion_no_other_dimension_is() -> None:
+    """Views of as many frames as the batch had samples were counted by their frames."""
+    size = sample_counter(lambda: BatchNumbers(configured={6}, named=set(), loaded=6), rows=(2, 1))(
+        torch.zeros(12, 6, 5)
+    )
+    assert size is not None
+    assert size.samples == 6
 
 
 @pytest.mark.parametrize(("fed", "rows", "expected"), [(8, (2, 1), 4), (7, (2, 1), 4), (6, (3, 2), 4), (8, (1, 1), 8)])

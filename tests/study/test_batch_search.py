@@ -199,12 +199,22 @@ def test_a_settings_file_that_sets_a_trainers_size_is_proven() -> None:
         (lambda options, _: 2 * options["--bs"], False, ("option", 4, (2, 1))),
         (lambda _, config: 2 * config, False, ("config", 4, (2, 1))),
         (lambda options, config: options["--frames"] * config, False, ("config", 4, (8, 1))),
+        (lambda _, config: 20 if config == 1 else config, False, ("config", 4, (1, 1))),
         (lambda options, _: 2 * options["--bs"], True, ("config", 4, (2, 1))),
         (lambda options, _: options["--bs"] ** 2 + 3, True, ("held", 4, (1, 1))),
         (lambda options, _: 2 * options["--bs"] + 5, False, ("held", 4, (13, 4))),
         (lambda *_: 8, True, None),
     ],
-    ids=["option", "config", "frames", "mapped", "mapped, no proportion", "no proportion", "mapped in vain"],
+    ids=[
+        "option",
+        "config",
+        "frames",
+        "time first",
+        "mapped",
+        "mapped, no proportion",
+        "no proportion",
+        "mapped in vain",
+    ],
 )
 def test_rows_per_sample_are_proven_by_a_second_size(
     fed: Any, mapped: bool,

@@ -123,8 +123,9 @@ def sample_counter(
                 elements=sum(item.elements for item in map(size_of, listed) if item is not None),
                 are_tokens=size.are_tokens,
             )
-        is_packed = known.packed is not None and rows[0] == rows[1]
-        count = known.packed if is_packed and known.packed is not None else _samples_in(tensors, known)
+        count = size.samples
+        if rows[0] == rows[1]:  # else rows are known to be fed
+            count = _samples_in(tensors, known) if known.packed is None else known.packed
         return replace(size, samples=-(-count * rows[1] // rows[0]))
 
     return counted
@@ -142,8 +143,9 @@ def _samples_in(tensors: Sequence[Any], known: BatchNumbers) -> int:
     sizes = known.configured | known.named | {known.loaded}
     likely = (known.configured | known.named if known.loaded is None else {known.loaded}) - {1}
     is_float, depth = "float" in str(getattr(first, "dtype", "")), len(first.shape)
-    is_sequence = (is_float and (depth == 3 or second == known.loaded)) or _holds_tokens(first)
-    if is_sequence and count not in sizes and second in sizes - {1}:
+    is_sequence = is_float and (depth == 3 or (depth > 3 and second == known.loaded))
+    seconds = sizes - {1} | ({known.loaded} if _holds_tokens(first) else set())
+    if (is_sequence or _holds_tokens(first)) and count not in sizes and second in seconds:
         return second
     if count == 1 or (count not in sizes and known.loaded is not None):
         return next((int(tensor.shape[0]) for tensor in tensors if int(tensor.shape[0]) in likely), count)

@@ -106,6 +106,8 @@ def find_batch_rule(
         )
         if proven or (proven is None and coincides):
             return None if coincides and guess.kind == "config" else guess
+        if guess.kind == "config" and fed.get(2 * configured) == 2 * configured:
+            return replace(guess, rows=(1, 1))  # samples in the second dimension, known from a size of 2 on
     if coincides and len(fed) == 1:
         return None
     if mapped and len(set(fed.values())) == 1 < len(fed):

@@ -335,8 +335,11 @@ def _profiled(
     batch: BatchRule | None,
     trainer: ScriptTrainer | None,
 ) -> Profiled:
+    counted, rows = batch, record.observed_micro_batch
+    if batch is not None and batch.kind == "config" and rows is not None:
+        counted = replace(batch, rows=(rows, attempt.micro_batch))
     return Profiled(
-        profile=_per_sample(ModelProfile.from_facts(profile), batch),
+        profile=_per_sample(ModelProfile.from_facts(profile), counted),
         measured_with=attempt.words,
         pipeline=engine.pipeline,
         device=engine.device,
