@@ -119,6 +119,8 @@ class LaunchRequest(Record):
     """How the user's files are protected: ``auto``, ``python`` or ``off`` (``runtime/isolation/world.py``)."""
     writable: tuple[str, ...] = ()
     """Files and folders that the launch may change nevertheless."""
+    prepared: str = ""
+    """Folder of files that the launch sees at their places (``runtime/isolation/prepared.py``); empty for none."""
     continues: bool = False
     """Whether its ranks may measure a further trial after the last step, and ranks of another launch this one."""
     swap_bytes: int = 0

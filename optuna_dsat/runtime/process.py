@@ -158,7 +158,7 @@ class _RankProcess:
             note_created_files(Path(plan.leavings))
             share_multiprocessing_folder()
         if world.redirected:
-            redirect_writes(Path(plan.world.folder) / "files", folders=world.redirected, passed=world.passed)
+            redirect_writes(plan.world.redirected_files, folders=world.redirected, passed=world.passed)
         if world.unprivileged:
             rename_across_layers()
 

@@ -86,6 +86,7 @@ def launch_request(
         stall_s=spec.stall_timeout,
         isolation=spec.isolation,
         writable=tuple(map(str, spec.writable or ())),
+        prepared="" if spec.prepared is None else str(spec.prepared),
         continues=spec.continues and purpose in ("profile", "trial") and not compiled,
         swap_bytes=swap_bytes,
         locked_bytes=locked_bytes,

@@ -117,6 +117,8 @@ def _settings(options: TuneOptions) -> dict[str, Any]:
         settings["zero_stages"] = tuple(sorted(set(stages)))
     if options.nvme_path is not None:
         settings["nvme_path"] = _existing_folder(os.fspath(options.nvme_path))
+    if options.prepared is not None:
+        settings["prepared"] = os.path.abspath(options.prepared)  # noqa: PTH100 - keeps links
     settings["writable"] = tuple(os.path.abspath(path) for path in options.writable or ())  # noqa: PTH100 - keeps links
     return settings
 

@@ -16,6 +16,7 @@ import pytest
 
 from optuna_dsat.launch.isolation import why_no_overlay
 from optuna_dsat.runtime.files import mount_points
+from optuna_dsat.runtime.isolation.prepared import REMOVED
 from optuna_dsat.runtime.isolation.world import World, WorldPlan, _unmappable, covered_folders, named_folders
 
 needs_overlays = pytest.mark.skipif(bool(why_no_overlay(Path("/tmp"))), reason="overlays cannot be mounted here")
@@ -29,12 +30,25 @@ exec(sys.argv[2])
 """
 
 
-def inside(folder: Path, code: str, *, isolation: str = "auto", passed: tuple[str, ...] = (), **variables: str) -> str:
+def inside(
+    folder: Path,
+    code: str,
+    *,
+    isolation: str = "auto",
+    passed: tuple[str, ...] = (),
+    prepared: str = "",
+    **variables: str,
+) -> str:
     """Run code in a new world with the working directory ``folder/users``; return its output."""
     (folder / "users").mkdir(exist_ok=True)
     launch = folder / "out" / "trial-0000"
     launch.mkdir(parents=True, exist_ok=True)
-    plan = {"isolation": isolation, "folder": str(launch / "world"), "passed": [str(launch), *passed]}
+    plan = {
+        "isolation": isolation,
+        "folder": str(launch / "world"),
+        "passed": [str(launch), *passed],
+        "prepared": prepared,
+    }
     ended = subprocess.run(
         [sys.executable, "-c", ENTER, json.dumps(plan), code],
         cwd=folder / "users",
@@ -83,6 +97,32 @@ def test_a_cache_that_did_not_exist_is_kept_for_the_next_launch(tmp_path: Path) 
     assert inside(tmp_path, "open('hub/model', 'w').write('m')", HF_HOME=str(cache)) == ""
     assert inside(tmp_path, "print(open('hub/model').read())", HF_HOME=str(cache)) == "m\n"
     assert not cache.exists()
+
+
+@pytest.mark.parametrize("isolation", [pytest.param("auto", marks=needs_overlays), "python"])
+def test_prepared_files_are_restored_in_the_world_alone(tmp_path: Path, isolation: str) -> None:
+    prepared, users = tmp_path / "prepared", tmp_path / "users"
+    copies = Path(f"{prepared}{users}")
+    for path in (users / "runs", users / "kept", copies / "new" / "empty", copies / "kept"):
+        path.mkdir(parents=True)
+    for path in (users / "list", users / "runs" / "a", users / "kept" / "a"):
+        path.write_text("before")
+    for path in (copies / "list", copies / "kept" / "b"):
+        path.write_text("prepared")
+    (copies / "large").write_bytes(bytes(2**21))
+    (copies / "runs").symlink_to(REMOVED)
+    (copies / "latest").symlink_to("kept")
+    redirect = "from optuna_dsat.runtime.isolation.redirection import redirect_writes\n"
+    redirect += "redirect_writes(plan.redirected_files, folders=world.redirected, passed=world.passed)\n"
+    code = (redirect if isolation == "python" else "") + (
+        "print(sorted(os.listdir('.')), sorted(os.listdir('latest')), open('list').read(), os.listdir('new'))\n"
+        "with open('large', 'r+b') as file: file.write(b'x')"
+    )
+    seen = inside(tmp_path, code, isolation=isolation, prepared=str(prepared))
+    assert seen == "['kept', 'large', 'latest', 'list', 'new'] ['a', 'b'] prepared ['empty']\n"
+    assert sorted(path.name for path in users.iterdir()) == ["kept", "list", "runs"]
+    assert (users / "list").read_text() == "before"
+    assert not (copies / "large").read_bytes().strip(b"\0")
 
 
 @needs_overlays

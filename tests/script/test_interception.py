@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import venv
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 
 from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.isolation import why_no_overlay
+from optuna_dsat.runtime.isolation.prepared import REMOVED
 from optuna_dsat.script.command.interception import _set_by_command, is_wrapper, ranks_of, starts_launcher
 from optuna_dsat.script.command.launch_command import LaunchCommand, read_command
 from tests.harness.interceptor import stand_in_for_torch
@@ -58,8 +60,8 @@ def test_a_shell_script_comes_to_its_first_launch(folder: Path) -> None:
     assert result == replace(LAUNCH, gpus="1", environment={"MODEL": "tiny"})
     assert notices[-1].startswith("The shell script contains other launches, which are not tuned")
     assert notices[:-1] == [
-        "Running `bash train.sh` up to the launch of a training, which is read and not started. What it writes is "
-        "discarded, except what the launch names.",
+        "Running `bash train.sh` up to the launch of a training, which is read and not started. Trials see what it "
+        "writes, your files do not change.",
         f"It launches `{TORCHRUN}`.",
     ]
     assert not (folder / "afterwards").exists()
@@ -69,25 +71,35 @@ def test_a_shell_script_comes_to_its_first_launch(folder: Path) -> None:
 
 
 @pytest.mark.skipif(bool(why_no_overlay(Path("/tmp"))), reason="overlays cannot be mounted here")
-def test_what_a_shell_script_clears_stays_and_what_its_launch_names_is_kept(folder: Path) -> None:
+def test_what_a_shell_script_changes_is_kept_for_trials_and_the_users_files_stay(folder: Path) -> None:
     (folder / "runs").mkdir()
-    for name in ("runs/model.pt", "train.log", "old.json"):
+    for name in ("runs/model.pt", "train.log", "old.json", "same.json"):
         (folder / name).write_text("the user's")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     (folder / "train.sh").write_text(
-        "rm -rf runs; mkdir -p runs new/data; echo x > new/data/part; echo x > unnamed; mkdir logs\n"
-        "echo '{}' > new/made.json; echo '{}' > old.json; export DATA=$PWD/new/data\n"
-        "deepspeed --num_gpus 2 train.py --out runs --log=train.log --config new/made.json --base=old.json "
+        "rm -rf runs; mkdir -p runs new/data; echo x > new/data/part; echo x > list; ln -s list link\n"
+        "echo '{}' > new/made.json; echo '{}' > old.json; export CONFIG=$PWD/old.json\n"
+        "deepspeed --num_gpus 2 train.py --out runs --config new/made.json --base=old.json --same same.json "
         "> train.log\n"
     )
     notices: list[str] = []
-    result = read(folder, "bash", "train.sh", notices=notices)
-    assert notices[1] == "It has made unnamed, which trials do not see: if training reads it, make it beforehand."
+    result = read_command(["bash", "train.sh"], cwd=folder, on_notice=notices.append, into=folder / "out")
     assert result is not None
-    assert result.args == ("--out", "runs", "--log=train.log", "--config", "new/made.json", "--base=old.json")
-    assert [(folder / name).read_text() for name in ("runs/model.pt", "train.log")] == ["the user's"] * 2
-    kept = [(folder / name).read_text() for name in ("new/made.json", "old.json", "new/data/part")]
-    assert kept == ["{}\n", "{}\n", "x\n"]
-    assert not (folder / "unnamed").exists()
+    assert notices[1].startswith("It has made, changed or removed link, list, new, old.json, runs/model.pt: trials see")
+    copies = f"{result.prepared}{folder}"
+    config = ("--config", f"{copies}/new/made.json", f"--base={copies}/old.json")
+    assert result.args == ("--out", "runs", *config, "--same", "same.json")
+    assert result.environment == {"CONFIG": f"{copies}/old.json"}
+    kept = [Path(copies, name).read_text() for name in ("new/data/part", "list", "new/made.json", "old.json")]
+    assert kept == ["x\n", "x\n", "{}\n", "{}\n"]
+    assert [os.readlink(f"{copies}/{name}") for name in ("link", "runs/model.pt")] == [  # noqa: PTH115 - as stored
+        "list",
+        REMOVED,
+    ]
+    assert Path(result.prepared).parent == folder / "out"
+    shutil.rmtree(folder / "out")
+    (folder / "train.sh").unlink()
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.parametrize(
@@ -198,6 +210,12 @@ def test_what_launches_nothing_says_so(folder: Path) -> None:
     (folder / "prepare.sh").write_text("exit 3\n")
     with pytest.raises(UsageError, match=r"`bash prepare\.sh` ended with exit code 3 and launched no training"):
         read(folder, "bash", "prepare.sh")
+
+
+def test_the_error_of_a_launcher_in_a_shell_script_is_shown(folder: Path) -> None:
+    (folder / "train.sh").write_text("torchrun --nprocs 2 train.py\n")
+    with pytest.raises(UsageError, match=r"refused its options: torchrun: .*--nprocs"):
+        read(folder, "bash", "train.sh")
 
 
 @pytest.mark.parametrize("words", [("sbatch", "job.sh"), ("bash", "submit.sh")])

@@ -67,7 +67,9 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> Unfol
     names_module = "-m" in options or "--module" in options
     named = value_given(options, "--python")
     python = None if named is None else named_python(named)
-    command = None if names_module else read_command(words, cwd=cwd, python=python, on_notice=notify)
+    parts = [*_in_file(name, value_given(argv[:start], "--options"), cwd=cwd), *options] if name in SEARCHES else []
+    into = _output_dir(parts, cwd=cwd) if name in SEARCHES and "--dry-run" not in options else None
+    command = None if names_module else read_command(words, cwd=cwd, python=python, on_notice=notify, into=into)
     if command is None and not names_module:
         _refuse_missing(words, cwd=cwd)
         if first == "--":
@@ -87,13 +89,14 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> Unfol
         target = _target(replace(command, environment={}), named=named is not None, cwd=folder or cwd)
         arguments = [*argv[: start + 1], *ranks, *options, *places, *target]
         return Unfolded(arguments=arguments, folder=folder, environment=command.environment)
-    parts = [*_in_file(name, value_given(argv[:start], "--options"), cwd=cwd), *options]
     engine = value_given(parts, "--on") or "here"
     notes = (*command.notes, *_note_on_nodes(command, engine=engine), *own_notes)
     for note in notes:
         notify(note)
     ranks, gpus = _ranks(command, options=options, given=parts, engine=engine, cwd=folder or cwd)
     target = _target(command, named=named is not None, cwd=folder or cwd)
+    if command.prepared:
+        places += ["--prepared", command.prepared]
     if command.launcher and value_given(options, "--train-launcher") is None:
         places += ["--train-launcher", command.launcher]
     if command.binds_cores:
@@ -114,7 +117,7 @@ def _in_file(command: str, options: str | None, *, cwd: Path) -> list[str]:
     """Return the options in the options file that specify where a search runs its launches."""
     named = options or os.environ.get(OPTIONS_ENV)
     file = file_of(Path(named) if named else None, cwd=cwd)
-    values = {} if file is None else {name: file.value_of(command, name) for name in ("on", "cpu-ranks")}
+    values = {} if file is None else {name: file.value_of(command, name) for name in ("on", "cpu-ranks", "output-dir")}
     return [f"--{name}={value}" for name, value in values.items() if value is not None]
 
 
@@ -378,16 +381,25 @@ def kept_places(cwd: Path, folder: Path, *, given: Sequence[str]) -> list[str]:
 
     file = find_options(cwd)
     in_file = {f"--{name}" for name in (file.table if file else {})}
-    output = value_given(given, "--output-dir") or os.environ.get(OUTPUT_DIR_ENV)
+    output = _named_output_dir(given)
     storage = value_given(given, "--storage") or os.environ.get(STORAGE_ENV)
     places = []
     if output or "--output-dir" not in in_file:
-        places += ["--output-dir", str(cwd.absolute() / (output or DEFAULT_OUTPUT_DIR))]
+        places += ["--output-dir", str(_output_dir(given, cwd=cwd))]
     if storage or "--storage" not in in_file:
         scheme, result, name = (storage or DEFAULT_STORAGE).partition(":///")
         if result and scheme.startswith("sqlite") and name and not name.startswith((":", "file:")):
             places += ["--storage", f"{scheme}:///{cwd.absolute() / name}"]
     return places
+
+
+def _named_output_dir(given: Sequence[str]) -> str | None:
+    return value_given(given, "--output-dir") or os.environ.get(OUTPUT_DIR_ENV)
+
+
+def _output_dir(given: Sequence[str], *, cwd: Path) -> Path:
+    """Return the output directory of a search; ``given`` contains its options."""
+    return cwd.absolute() / (_named_output_dir(given) or DEFAULT_OUTPUT_DIR)
 
 
 def value_given(words: Sequence[str], option: str) -> str | None:

@@ -313,4 +313,5 @@ def _world(request: LaunchRequest, directory: RunDirectory) -> WorldPlan:
         isolation=request.isolation,
         folder=str(directory.world),
         passed=tuple(dict.fromkeys((*folders, *request.writable, *swapped))),
+        prepared=request.prepared,
     )

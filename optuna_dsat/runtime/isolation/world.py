@@ -25,6 +25,8 @@ from typing import Any, NoReturn
 from optuna_dsat.runtime.files import mount_points, write_text_atomic
 from optuna_dsat.runtime.imports import replace_function
 from optuna_dsat.runtime.isolation import mounts
+from optuna_dsat.runtime.isolation.prepared import restore
+from optuna_dsat.runtime.isolation.redirection import redirect_writes
 
 _SYSTEM = frozenset(
     {"bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "libx32", "lost+found", "nix", "proc", "run", "sbin", "snap"}
@@ -61,8 +63,6 @@ _CACHE_VARIABLES = (
     "TRITON_CACHE_DIR",
     "XDG_CACHE_HOME",
 )
-APART = "apart/world"
-"""Folder, in that of a command, for the changes of ``run_apart``."""
 NEW_CACHES = "caches"
 """Folder next to run directories for caches that did not exist before the search."""
 _CACHES_AT_HOME = (".cache", ".nv", ".triton", "nltk_data")
@@ -82,6 +82,10 @@ class WorldPlan:
     """Folder for the launch's changes, within its run directory; empty if the launch has no world."""
     passed: tuple[str, ...] = ()
     """Shared paths, as specified by the user and the launcher."""
+    prepared: str = ""
+    """Folder of files that the user's command prepared (``prepared``); empty for none."""
+    shows_layers: bool = False
+    """Whether its upper layers can be read in the world: see ``World.layers``."""
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> WorldPlan:
@@ -92,6 +96,11 @@ class WorldPlan:
     def record(self) -> Path:
         """File that describes the created world."""
         return Path(f"{self.folder}.json")
+
+    @property
+    def redirected_files(self) -> Path:
+        """Folder of redirected files."""
+        return Path(self.folder) / "files"
 
     def protects(self, path: str | os.PathLike[str]) -> bool:
         """Return whether the created world keeps changes below a path from the rest of the machine."""
@@ -121,6 +130,13 @@ class World:
     def covers_shared_memory(self) -> bool:
         """Whether the launch has a private ``/dev/shm``."""
         return _SHARED_MEMORY in self.mounted
+
+    def layers(self, root: Path, plan: WorldPlan) -> list[tuple[str, Path]]:
+        """Return each mounted folder and its upper layer, as seen from ``root`` of a world that shows its layers."""
+        numbers = {path: str(number) for number, path in enumerate(sorted((*self.mounted, *self.redirected)))}
+        above = root / plan.folder.lstrip("/")
+        uppers = {path: [above / kind / numbers[path] / "upper" for kind in ("memory", "layers")] for path in numbers}
+        return [(path, next(filter(Path.is_dir, uppers[path]), uppers[path][-1])) for path in self.mounted]
 
     @classmethod
     def load(cls, path: Path) -> World:
@@ -158,13 +174,32 @@ def enter_world(plan: WorldPlan, *, cwd: str, arguments: Sequence[str], environ:
             world = _mount_world(world, plan, points, used=used, unprivileged=unprivileged)
             os.chdir(cwd)
     write_text_atomic(plan.record, json.dumps(asdict(world)))
+    if plan.prepared:
+        _restore_apart(world, plan)
+        os.chdir(cwd)
     return world
 
 
+def _restore_apart(world: World, plan: WorldPlan) -> None:
+    """Restore prepared files in another process, whose writers are redirected where the ranks' are."""
+    if (child := os.fork()) == 0:
+        try:
+            if world.redirected:
+                redirect_writes(plan.redirected_files, folders=world.redirected, passed=world.passed)
+            restore(plan.prepared)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+
+
+def plan_apart(folder: str) -> WorldPlan:
+    """Return the plan of a command whose changes are kept below a folder, which is shared."""
+    return WorldPlan(isolation="auto", folder=f"{folder}/apart/world", passed=(folder,), shows_layers=True)
+
+
 def run_apart(folder: str, *words: str) -> NoReturn:
-    """Replace this process by a command in a world whose changes are kept below a folder, which is shared."""
-    plan = WorldPlan(isolation="auto", folder=f"{folder}/{APART}", passed=(folder,))
-    enter_world(plan, cwd=os.getcwd(), arguments=words, environ=os.environ)
+    """Replace this process by a command in the world of ``plan_apart``."""
+    enter_world(plan_apart(folder), cwd=os.getcwd(), arguments=words, environ=os.environ)
     os.execvp(words[0], words)
 
 
@@ -278,9 +313,9 @@ class _Layers:
             self._memory = mounts.open_path(str(self._folder / "memory"))
         mounts.mount_overlay(path, lower=lower, layers=self._memory, name=name, unprivileged=self._unprivileged)
 
-    def close(self) -> None:
-        """Hide the layers, so that the script does not see its changes a second time."""
-        for name in ("layers", "memory"):
+    def close(self, *, hides: bool) -> None:
+        """Hide the layers, so that a script does not see its changes a second time."""
+        for name in ("layers", "memory") if hides else ():
             mounts.mount_tmpfs(str(self._folder / name))
         for descriptor in filter(None, (self._disk, self._memory)):
             os.close(descriptor)
@@ -320,7 +355,7 @@ def _mount_world(
                 mounts.bind(descriptor, path)
     for descriptor in (*through.values(), *caches.values(), *lowers.values()):
         os.close(descriptor)
-    layers.close()
+    layers.close(hides=not plan.shows_layers)
     return replace(
         world,
         mode="mount" if mounted else "python",

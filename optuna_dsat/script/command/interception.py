@@ -19,16 +19,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from optuna_dsat.errors import UsageError
 from optuna_dsat.runtime.files import open_regular, read_regular, shortened
-from optuna_dsat.runtime.isolation.world import APART, World
+from optuna_dsat.runtime.isolation.world import World, plan_apart
 from optuna_dsat.runtime.user_code import called_name, parsed_source
 from optuna_dsat.script.command import interceptor
+from optuna_dsat.script.command.preparation import Prepared, keep_prepared, until_exit
 from optuna_dsat.script.command.source import imported_modules
 from optuna_dsat.secrecy.references import without_secrets
 
@@ -42,11 +43,6 @@ _ENTER = (
     "from optuna_dsat.runtime.isolation.world import run_apart; run_apart(*sys.argv[2:])"
 )
 """Code of the process that becomes a command in overlays."""
-_LOOKING_S = 2.0
-"""Limit of the search for new files; data sets may have many."""
-_NO_DATA = frozenset({".git", "__pycache__"})
-_CONFIGS = frozenset({".json", ".hjson", ".yaml", ".yml", ".toml", ".py"})
-"""Suffixes of files that a command may write anew each time, for the launch to read."""
 _REFUSED = re.compile(r"^[^:]*: error: |^(\w+\.)*\w+(Error|Exception): ")
 """Matches the beginning of an error message of argparse, or of an exception's last line."""
 _SHORTEST_WAIT_S = 0.3
@@ -145,6 +141,8 @@ class InterceptedRank:
     ranks: int | None = None
     """Ranks on each node that another program, such as mpirun, starts; None for a single process."""
     nodes: int = 1
+    prepared: str = ""
+    """Folder of the files that the command has prepared (``runtime.isolation.prepared``); empty for none."""
 
 
 def is_wrapper(word: str, *, cwd: Path) -> bool:
@@ -220,12 +218,14 @@ def intercept(
     python: str | None = None,
     launcher: str | None = None,
     on_notice: Callable[[str], None] = lambda _: None,
+    into: Path | None = None,
 ) -> InterceptedRank:
     """Run a command without input and return the first rank that it starts.
 
     Programs that ``PATH`` lacks are searched for in the environment of the interpreter ``python``. The output of a
     ``launcher`` is read for its error; other programs write to stderr, and ``on_notice`` is called before: they may
-    take as long as they need to reach their launch.
+    take as long as they need to reach their launch. Files that they write before are kept in a subfolder of ``into``;
+    without it, until this process ends.
 
     Raises:
         UsageError: If it ends without starting a rank.
@@ -233,8 +233,8 @@ def intercept(
     line = f"`{shlex.join(without_secrets(words))}`"
     if launcher is None:
         on_notice(
-            f"Running {line} up to the launch of a training, which is read and not started. What it writes is "
-            "discarded, except what the launch names."
+            f"Running {line} up to the launch of a training, which is read and not started. Trials see what it writes, "
+            "your files do not change."
         )
     with tempfile.TemporaryDirectory(prefix="optuna-dsat-launch-") as made:
         folder = Path(made)
@@ -252,13 +252,22 @@ def intercept(
         try:
             with log.open("wb") as output:
                 records = _first_ranks(
-                    words, record, cwd=cwd, environ=environ, output=None if launcher is None else output
+                    words,
+                    record,
+                    cwd=cwd,
+                    environ=environ,
+                    output=None if launcher is None else output,
+                    into=into or until_exit(),
                 )
         except OSError as error:
             raise UsageError(f"{words[0]} cannot be run: {error.strerror}. {REMEDY}") from None
-        world = World.load(folder / f"{APART}.json")
+        world = World.load(plan_apart(made).record)
         if isinstance(records, int) and launcher is not None:
             raise UsageError(f"{launcher} started no rank here: {_reason(log, code=records)}. {REMEDY}")
+        refused = record.with_name(f"{record.name}{interceptor.REFUSED}")
+        if isinstance(records, int) and refused.is_file():
+            reason = shortened(refused.read_text(encoding="utf-8", errors="replace").rstrip("."), _SHOWN_CHARS)
+            raise UsageError(f"{line} launched no training, as a launcher in it refused its options: {reason}.")
     if isinstance(records, int):
         how = "" if records == 0 else f" with exit code {records}"
         raise UsageError(
@@ -268,10 +277,10 @@ def intercept(
     if launcher is None and (world.mode != "mount" or world.reason):
         on_notice(f"{line} wrote to your files until its launch, as no overlay can be mounted: {world.reason}.")
     result, *others = records
-    if unseen := result.get("unseen"):
-        on_notice(
-            f"It has made {', '.join(unseen)}, which trials do not see: if training reads it, make it beforehand."
-        )
+    made_before: Prepared = result.get("prepared", Prepared())
+    cwd = Path(result["folder"])
+    for notice in made_before.notices(cwd):
+        on_notice(notice)
     of_rank = result["environment"]
     ranks, nodes = ranks_of(of_rank)
     if ranks is None and others:
@@ -282,14 +291,17 @@ def intercept(
             if all(rank["environment"].get(name) == value for rank in others)
         }
     by = result.get("launcher", {"name": None, "words": result["words"], "environment": of_rank})
+    variables = _set_by_command({**by["environment"], **_of_plugin(of_rank)}, folder=folder)
+    options = by.get("options", {})
     return InterceptedRank(
-        words=tuple(result["words"]),
+        words=tuple(made_before.named(word, cwd) for word in result["words"]),
         python=result["python"],
-        folder=Path(result["folder"]),
-        environment=_set_by_command({**by["environment"], **_of_plugin(of_rank)}, folder=folder),
+        folder=cwd,
+        environment={name: made_before.named(value, cwd) for name, value in variables.items()},
         launcher=by["name"],
         launch_words=tuple(by["words"]),
-        options=by.get("options", {}),
+        options={name: made_before.named(v, cwd) if isinstance(v, str) else v for name, v in options.items()},
+        prepared=made_before.folder,
         ranks=ranks,
         nodes=nodes,
     )
@@ -335,7 +347,13 @@ def _in_front(folder: Path, path: str) -> str:
 
 
 def _first_ranks(
-    words: Sequence[str], record: Path, *, cwd: Path, environ: Mapping[str, str], output: IO[bytes] | None
+    words: Sequence[str],
+    record: Path,
+    *,
+    cwd: Path,
+    environ: Mapping[str, str],
+    output: IO[bytes] | None,
+    into: Path,
 ) -> list[dict[str, Any]] | int:
     """Run a command until it starts a rank. Return its record, or the exit code if it starts none.
 
@@ -366,8 +384,7 @@ def _first_ranks(
                 result: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
                 groups.add(int(result["group"]))
                 if apart:
-                    _keep_named(result)
-                    result["unseen"] = sorted(_unseen(Path(f"/proc/{result['process']}/root"), Path(result["folder"])))
+                    result["prepared"] = keep_prepared(result, folder=record.parent, into=into)
                 if "launcher" in result or ranks_of(result["environment"])[0] is not None:
                     return [result]
                 time.sleep(min(max((time.monotonic() - started) / 2, _SHORTEST_WAIT_S), _LONGEST_WAIT_S))
@@ -394,44 +411,6 @@ def _has_processes(group: int) -> bool:
     except (ProcessLookupError, PermissionError):
         return False
     return True
-
-
-def _keep_named(rank: Mapping[str, Any]) -> None:
-    """Copy what a rank's launch names out of the overlays of its command: a script may write the config it names.
-
-    Files and folders that exist are kept, except for configs that the command has changed.
-    """
-    root, folder = Path(f"/proc/{rank['process']}/root"), Path(rank["folder"])
-    variables = [value for name, value in rank["environment"].items() if os.environ.get(name) != value]
-    given = [*rank["words"], *rank.get("launcher", {}).get("words", ())]
-    given += [word.partition("=")[2] for word in given]
-    for word in dict.fromkeys([str(folder), *given, *(value for value in variables if value.startswith("/"))]):
-        path = folder / word
-        seen = root / path.relative_to("/")
-        with contextlib.suppress(OSError, ValueError):  # no path, or of a rank on another machine
-            if seen.is_dir() and not path.exists():
-                shutil.copytree(seen, path, symlinks=True)
-            elif seen.is_file() and (not path.exists() or (path.suffix in _CONFIGS and path.is_file())):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                if not path.exists() or seen.read_bytes() not in (b"", path.read_bytes()):
-                    shutil.copy(seen, path)
-
-
-def _unseen(root: Path, folder: Path) -> Iterator[str]:
-    """Yield what exists in a launch's folder only in the root of its overlays, unless empty as a log that is begun."""
-    ahead, ends = [folder], time.monotonic() + _LOOKING_S
-    while ahead:
-        above = ahead.pop(0)
-        # An entry may not be readable, or be of a rank on another machine.
-        with contextlib.suppress(OSError), os.scandir(root / above.relative_to("/")) as entries:
-            for entry in entries:
-                if time.monotonic() > ends:
-                    return
-                path, is_folder = above / entry.name, entry.is_dir(follow_symlinks=False)
-                if os.path.lexists(path):
-                    ahead += [path] if is_folder and entry.name not in _NO_DATA else []
-                elif any(Path(entry).iterdir()) if is_folder else entry.stat(follow_symlinks=False).st_size:
-                    yield str(path.relative_to(folder))
 
 
 def ranks_of(environment: Mapping[str, str]) -> tuple[int | None, int]:

@@ -29,6 +29,9 @@ LAUNCHER = "OPTUNA_DSAT_LAUNCHER"
 TYPED = "OPTUNA_DSAT_TYPED"
 """Variable with the user's command as a JSON list, if the script that trains may be at its end."""
 
+REFUSED = ".refused"
+"""Suffix of the file, next to the record, with the error of a launcher."""
+
 LAUNCHERS = ("deepspeed", "deepspeed.pt", "ds", "torchrun", "accelerate", "accelerate-launch")
 """Names of executables that launch a training."""
 MODULES = (
@@ -114,6 +117,28 @@ def _note(name: str, given: Any, **more: Any) -> None:
     path = f"{os.environ[RECORD]}.{os.getpid()}"
     Path(path).write_text(json.dumps(note, default=str), encoding="utf-8")
     os.environ[LAUNCHER] = path
+
+
+def _note_errors(words: Sequence[str]) -> None:
+    """Write down why a launcher starts no rank: an option that its parser rejects, or an exception."""
+    import argparse
+
+    name = words[1] if words[0] == "-m" else os.path.basename(words[0])  # noqa: PTH119
+    reject, show = argparse.ArgumentParser.error, sys.excepthook
+
+    def note(message: str) -> None:
+        Path(f"{os.environ[RECORD]}{REFUSED}").write_text(f"{name}: {message}", encoding="utf-8")
+
+    def error(parser: Any, message: str) -> NoReturn:
+        note(message)
+        reject(parser, message)
+
+    def hook(kind: Any, exception: Any, trace: Any) -> None:
+        note(str(exception).strip().rpartition("\n")[2] or kind.__name__)
+        show(kind, exception, trace)
+
+    setattr(argparse.ArgumentParser, "error", error)  # noqa: B010 - its type is that of a method
+    sys.excepthook = hook
 
 
 def _start(name: str, given: Any, **more: Any) -> NoReturn:
@@ -250,6 +275,8 @@ if __name__ == "sitecustomize" and RECORD in os.environ:
     _ENVIRONMENT = dict(os.environ)  # variables that a launcher sets on import are not the user's
     if is_rank(_WORDS):
         write_down(_WORDS)
+    if program(_WORDS) and _is_launcher(program(_WORDS)):
+        _note_errors(program(_WORDS))
     if program(_WORDS)[:1] == ["-m"] and program(_WORDS)[1] in MODULES:
         _run_as_imported(program(_WORDS)[1])
     sys.meta_path.insert(0, _Watch())

@@ -15,12 +15,10 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-from optuna_dsat.config.user_file import near_key
 from optuna_dsat.errors import UsageError
 from optuna_dsat.runtime.files import open_regular, shortened
 from optuna_dsat.runtime.user_code import parsed_source
@@ -33,7 +31,8 @@ from optuna_dsat.script.command.interception import (
     ranks_of,
     starts_launcher,
 )
-from optuna_dsat.script.command.interceptor import LAUNCHERS, MOST_SLOTS, program
+from optuna_dsat.script.command.interceptor import LAUNCHERS, program
+from optuna_dsat.script.command.launcher_options import facts_of
 from optuna_dsat.script.command.source import module_file
 from optuna_dsat.script.interpreter import has_console_script, interpreter_of, module_command, package_folders
 from optuna_dsat.secrecy.references import without_secrets
@@ -105,6 +104,8 @@ class LaunchCommand:
     """Interpreter that the launcher runs the script with; None if the command names none."""
     is_wrapped: bool = False
     """Whether the command was run to find its launch."""
+    prepared: str = ""
+    """Folder of the files that it has prepared before its launch (``preparation``); empty for none."""
     notes: tuple[str, ...] = ()
     """Sentences about its parts that have no effect here."""
 
@@ -115,10 +116,12 @@ def read_command(
     cwd: Path,
     python: str | None = None,
     on_notice: Callable[[str], None] = lambda _: None,
+    into: Path | None = None,
 ) -> LaunchCommand | None:
     """Parse a command, in front of which variables may be set; None if its first word is a script, not a launcher.
 
-    The interpreter ``python`` has the launchers. ``on_notice`` gets the command that is run to find its launch.
+    The interpreter ``python`` has the launchers. ``on_notice`` gets the command that is run to find its launch, and
+    ``into`` the files that it prepares.
 
     Raises:
         UsageError: If the launcher rejects its options, cannot start here, or starts nothing that can be tuned.
@@ -128,7 +131,7 @@ def read_command(
         rest = words[count:]
         variables = dict(word.split("=", 1) for word in words[:count])
         with _environment(variables):
-            command = read_command(rest, cwd=cwd, python=python, on_notice=on_notice)
+            command = read_command(rest, cwd=cwd, python=python, on_notice=on_notice, into=into)
         command = command or LaunchCommand(script=rest[0], args=tuple(rest[1:]))
         ranks, nodes = ranks_of(variables) if command.without_launcher else (None, 1)
         if ranks is not None:
@@ -138,13 +141,14 @@ def read_command(
     launcher = None if file is None else _launcher_of(file)
     if file is None or launcher is None:
         wraps = bool(words) and is_wrapper(words[0], cwd=cwd)
-        return _wrapped(words, cwd=cwd, python=python, on_notice=on_notice) if wraps else None
+        return _wrapped(words, cwd=cwd, python=python, on_notice=on_notice, into=into) if wraps else None
     if launcher == "python":
-        return _python(words, cwd=cwd, python=python or os.path.abspath(file), on_notice=on_notice)  # noqa: PTH100
+        interpreter = python or os.path.abspath(file)  # noqa: PTH100
+        return _python(words, cwd=cwd, python=interpreter, on_notice=on_notice, into=into)
     interpreter = python or interpreter_of(file) or sys.executable
     if launcher in MAINS:
         return _launched(launcher, list(words[1:]), cwd=cwd, python=interpreter)
-    return _console_script(launcher, words, cwd=cwd, python=interpreter, on_notice=on_notice)
+    return _console_script(launcher, words, cwd=cwd, python=interpreter, on_notice=on_notice, into=into)
 
 
 def _launched(module: str, words: list[str], *, cwd: Path, python: str) -> LaunchCommand:
@@ -156,9 +160,11 @@ def _launched(module: str, words: list[str], *, cwd: Path, python: str) -> Launc
     return of_rank(intercept(command, cwd=cwd, python=python, launcher=name), cwd=cwd)
 
 
-def _wrapped(words: Sequence[str], *, cwd: Path, python: str | None, on_notice: Callable[[str], None]) -> LaunchCommand:
+def _wrapped(
+    words: Sequence[str], *, cwd: Path, python: str | None, on_notice: Callable[[str], None], into: Path | None
+) -> LaunchCommand:
     """Run another program until it starts a rank."""
-    seen = intercept(words, cwd=cwd, python=python, on_notice=on_notice)
+    seen = intercept(words, cwd=cwd, python=python, on_notice=on_notice, into=into)
     shown = shortened(shlex.join(without_secrets(_as_typed(seen.launch_words))), _SHOWN_CHARS)
     on_notice(f"It launches `{shown}`.")
     result = replace(of_rank(seen, cwd=cwd), is_wrapped=True)
@@ -178,7 +184,7 @@ def of_rank(seen: InterceptedRank, *, cwd: Path) -> LaunchCommand:
     else:
         result = _with_ranks(result, seen.ranks, seen.nodes)
     folder = None if seen.folder.resolve() == cwd.resolve() else str(seen.folder)
-    return _with_environment(replace(result, folder=folder), seen.environment)
+    return _with_environment(replace(result, folder=folder, prepared=seen.prepared), seen.environment)
 
 
 def _with_ranks(command: LaunchCommand, ranks: int | None, nodes: int) -> LaunchCommand:
@@ -270,14 +276,20 @@ def _main_module(file: Path) -> str | None:
 
 
 def _console_script(
-    module: str, words: Sequence[str], *, cwd: Path, python: str, on_notice: Callable[[str], None]
+    module: str,
+    words: Sequence[str],
+    *,
+    cwd: Path,
+    python: str,
+    on_notice: Callable[[str], None],
+    into: Path | None,
 ) -> LaunchCommand:
     """Return the command of a console script, with its arguments: its own launch, else its module."""
     trains = _TRAINS.get((module, words[1] if len(words) > 1 else ""))
     if trains is not None:
         return LaunchCommand(script=trains, is_module=True, args=tuple(words[2:]), python=python)
     if _launches(module, python):
-        return _wrapped(words, cwd=cwd, python=python, on_notice=on_notice)
+        return _wrapped(words, cwd=cwd, python=python, on_notice=on_notice, into=into)
     return LaunchCommand(script=module, is_module=True, args=tuple(words[1:]), python=python)
 
 
@@ -297,6 +309,7 @@ def _python(
     cwd: Path,
     python: str,
     on_notice: Callable[[str], None] = lambda _: None,
+    into: Path | None = None,
     is_rank: bool = False,
 ) -> LaunchCommand:
     """Parse ``python [options] SCRIPT ...`` or ``python [options] -m MODULE ...``."""
@@ -313,7 +326,7 @@ def _python(
         if is_rank and module not in (None, "python"):  # a console script, which trains in its own process
             return LaunchCommand(script=module, is_module=True, args=tuple(rest[1:]), python=python)
         if not is_rank and starts_launcher(cwd / rest[0], cwd=cwd):
-            return _wrapped([words[0], *rest], cwd=cwd, python=python, on_notice=on_notice)
+            return _wrapped([words[0], *rest], cwd=cwd, python=python, on_notice=on_notice, into=into)
         return LaunchCommand(script=rest[0], args=tuple(rest[1:]), without_launcher=True, notes=notes, python=python)
     if not rest[1:]:
         raise UsageError(f"{' '.join(words)} names no module.")
@@ -322,174 +335,7 @@ def _python(
         return _launched(module, args, cwd=cwd, python=python)
     file = None if is_rank else module_file(module, cwd, python=python)
     if file is not None and starts_launcher(file, cwd=cwd):
-        return _wrapped([words[0], *rest], cwd=cwd, python=python, on_notice=on_notice)
+        return _wrapped([words[0], *rest], cwd=cwd, python=python, on_notice=on_notice, into=into)
     return LaunchCommand(
         script=module, is_module=True, args=tuple(args), without_launcher=True, notes=notes, python=python
     )
-
-
-_DEVICES = frozenset({"auto", "cpu", "gpu", "xpu", "npu", "hpu", "mlu", "musa", "sdaa", "privateuseone"})
-"""Device names accepted by ``--nproc-per-node`` instead of a number: torch's own, and third-party backends."""
-_LONGEST_COUNT = 20
-
-
-def facts_of(launcher: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields of ``LaunchCommand`` from a launcher's options.
-
-    Raises:
-        UsageError: If the launcher accepts a value that its launch would reject.
-    """
-    try:
-        return _READERS[launcher](options)
-    except ValueError as error:
-        raise UsageError(f"{launcher}: {error}.") from None
-
-
-def _given(options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the options that have a value in command-line form, from a mapping of name -> given value."""
-    return tuple(f"{name} {value}" for name, value in options.items() if value not in (None, "", -1, False))
-
-
-def _count(value: int, option: str) -> int:
-    if value < 1:
-        raise ValueError(f"{option} is at least 1; got {value}")
-    return value
-
-
-_WITHOUT_EFFECT = ("autotuning", "bind_core_list", "venv_script")
-
-
-def _deepspeed(options: Mapping[str, Any]) -> dict[str, Any]:
-    number, nodes = (
-        None if options[name] == -1 else _count(options[name], f"--{name}") for name in ("num_gpus", "num_nodes")
-    )
-    if (number or nodes) and (options["include"] or options["exclude"]):
-        raise ValueError("--num_gpus and --num_nodes go with neither --include nor --exclude")
-    slots: dict[str, Sequence[int]] = options["slots"]
-    hosts = tuple(slots)[:nodes] if options["has_hosts"] else ()
-    here = slots.get(hosts[0] if hosts else "localhost", [])
-    counts = [number or len(slots[host]) for host in hosts]
-    notes = []
-    if len(set(counts)) > 1:
-        least = f"{min(counts)} of each are used"
-        notes.append(f"{', '.join(hosts)} have {', '.join(map(str, counts))} slots: {least}.")
-    if without_effect := [f"--{item}" for item in _WITHOUT_EFFECT if options.get(item)]:
-        notes.append(f"{', '.join(without_effect)} applies neither to trials nor to the printed command.")
-    several = len(hosts) > 1
-    selects = (options["include"] and len(here) < MOST_SLOTS) or (options["exclude"] and hosts)
-    return {
-        "ranks": min(counts, default=number or (len(here) if selects and not hosts else None)),
-        "nodes": len(hosts) or nodes or 1,
-        "hosts": hosts if several else (),
-        "elsewhere": _given(
-            {"--num_nodes": nodes if nodes != 1 else None, "--hostfile": options["hostfile"] if hosts else None}
-        ),
-        "rendezvous": _given({"--master_addr": options["master_addr"]}),
-        "gpus": _listed(here) if selects and not several else None,
-        "without_gpus": _listed(set(range(MOST_SLOTS)) - set(here)) if options["exclude"] and not hosts else None,
-        "launcher": "deepspeed",
-        "binds_cores": bool(options.get("bind_cores_to_rank")),
-        "notes": tuple(notes),
-    }
-
-
-def _listed(slots: Iterable[int]) -> str:
-    return ",".join(map(str, sorted(slots)))
-
-
-def _deepspeed_node(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the command that the ``deepspeed`` launcher starts on each node."""
-    slots: dict[str, Sequence[int]] = options["slots"]
-    hosts = tuple(slots) if options["has_hosts"] else ()
-    return {
-        "ranks": min(map(len, slots.values()), default=None),
-        "nodes": max(1, len(slots)),
-        "hosts": hosts,
-        "elsewhere": (f"its nodes {', '.join(hosts)}",) if hosts else (),
-        "gpus": None if hosts else _listed([slot for numbers in slots.values() for slot in numbers]) or None,
-    }
-
-
-def _torchrun(options: Mapping[str, Any]) -> dict[str, Any]:
-    least, most = options["nodes"]
-    if not 1 <= least <= most:
-        raise ValueError(f"--nnodes is a number from 1, or LEAST:MOST; got {options['nnodes']!r}")
-    return {
-        "ranks": _ranks(str(options["nproc_per_node"])),
-        "nodes": most,
-        "launcher": "torchrun" if options.get("use_env", True) else None,  # torch.distributed.launch adds --local-rank
-        "elsewhere": _given({"--nnodes": options["nnodes"] if most > 1 else None}),
-        "rendezvous": _given({"--rdzv-endpoint": options["rdzv_endpoint"]}),
-    }
-
-
-def _ranks(text: str) -> int | None:
-    """Return the ranks of ``--nproc-per-node``; None if it names a kind of device, which need not be here."""
-    if text.lstrip("-").isdecimal() and len(text) < _LONGEST_COUNT:
-        return _count(int(text), "--nproc-per-node")
-    if text not in _DEVICES:
-        raise ValueError(f"--nproc-per-node is a number, or auto, cpu, gpu or xpu; got {text[:_LONGEST_COUNT]!r}")
-    return None
-
-
-def _accelerate(options: Mapping[str, Any]) -> dict[str, Any]:
-    for option, name in (("--num_processes", "asked"), ("--num_machines", "num_machines")):
-        if options[name] is not None:
-            _count(options[name], option)
-    defaults: Mapping[str, Any] | None = options["defaults"]
-    # Without a config file accelerate counts the devices that are here.
-    ranks = options["asked"] or (options["num_processes"] if defaults is not None else None)
-    machines = options["num_machines"] or 1
-    config = options["deepspeed_config_file"] if options["use_deepspeed"] else None
-    fields: Mapping[str, Any] = (defaults or {}).get("deepspeed_config") or {}
-    gpus = options["gpu_ids"]
-    return {
-        "ranks": None if not ranks else max(1, ranks // machines),
-        "nodes": machines,
-        "elsewhere": _given({"--num_machines": machines if machines > 1 else None}),
-        "gpus": None if gpus in (None, "all") else _gpu_indices(str(gpus)),
-        "config": config,
-        "notes": (*_misspelt_fields(fields), *(_dropped_fields(fields, config) if config else ())),
-    }
-
-
-def _gpu_indices(text: str) -> str:
-    """Return GPUs as given: indices, or identifiers such as ``GPU-...`` and ``MIG-...``."""
-    for part in text.split(","):
-        if not part.strip().isdecimal() and not part.strip().startswith(("GPU-", "MIG-")):
-            raise ValueError(f"--gpu_ids is a list of GPUs as 0,1; got {text!r}")
-    return text
-
-
-def _misspelt_fields(fields: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a note on each setting in accelerate's YAML that accelerate ignores, as its name is misspelt."""
-    known = (*_OF_A_CONFIG, "zero3_init_flag", "deepspeed_config_file", "deepspeed_hostfile")
-    for name in fields:
-        if name not in known and (meant := near_key(name, known)):
-            yield f"accelerate ignores {name!r} of its deepspeed_config; {meant!r} is probably meant."
-
-
-def _dropped_fields(fields: Mapping[str, Any], config: str) -> tuple[str, ...]:
-    """Return a note on DeepSpeed settings in accelerate's YAML that are dropped in favour of the config file."""
-    named = ", ".join(f"{name} {value}" for name, value in fields.items() if name in _OF_A_CONFIG)
-    if not named:
-        return ()
-    return (
-        f"Dropped from accelerate's config: {named}. With deepspeed_config_file accelerate refuses them; "
-        f"{config} counts alone. Move them there, or remove them.",
-    )
-
-
-_OF_A_CONFIG = (
-    *("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "zero3_save_16bit_model"),
-    *(f"offload_{part}_{what}" for part in ("optimizer", "param") for what in ("device", "nvme_path")),
-)
-"""Fields of accelerate's ``deepspeed_config`` that a config file excludes (``_deepspeed_config_checks``, 1.15)."""
-
-
-_READERS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
-    "deepspeed": _deepspeed,
-    "deepspeed.launcher.launch": _deepspeed_node,
-    "torchrun": _torchrun,
-    "accelerate": _accelerate,
-}

@@ -201,6 +201,16 @@ class PlaceSettings:
         ),
         SEQUENCE,
     ] = None
+    prepared: Annotated[
+        StrPath | None,
+        running(
+            help="Folder of files that trials see at their places: DIR/a/b as /a/b. A shell script that is tuned keeps "
+            "there what it writes before its launch.",
+            metavar="DIR",
+            text_type=Path | None,
+        ),
+        PATH,
+    ] = None
     output_dir: Annotated[
         StrPath,
         running(
