@@ -34,10 +34,12 @@ _GPUS = 8
 """GPUs of a host if ``--gpus`` is not given and nothing is launched."""
 _OPTIONAL = ("tokens/s", "tokens/s/{}", "MFU")
 _HEADINGS = (
-    *("", "{} at 1", "micro-batch", "largest", "{}", "host", "step", "samples/s"),
+    *("", "memory at micro-batch 1", "micro-batch", "largest", "memory", "host memory", "step", "samples/s"),
     *(*_OPTIONAL, "bound by"),
 )
-"""Headings of the columns; ``{}`` is replaced by the kind of memory. Optional columns are left out if unknown."""
+"""Headings of the columns; ``{}`` is replaced by the kind of device. Optional columns are left out if unknown."""
+_DROPPED = ("largest", "host memory", "memory at micro-batch 1", "step", "MFU", "samples/s", "tokens/s")
+"""Columns that a narrow terminal leaves out, in this order."""
 _SEQ_LENGTH = 2048
 """Tokens of a sample if ``--seq-length`` is not given and nothing is launched."""
 _VOCAB = 50257
@@ -120,7 +122,7 @@ class PlanOptions:
     ] = None
     cpu_ranks: Annotated[int | None, _launch(help="Run on the CPU with this many ranks.")] = None
     device_memory: Annotated[str | None, _launch(help="What one rank may allocate, such as 2GiB.")] = None
-    stall_timeout: Annotated[float, _launch(help="Seconds without a sign of life after which the launch is ended.")] = (
+    stall_timeout: Annotated[float, _launch(help="Seconds without activity after which the launch is ended.")] = (
         TuneOptions.stall_timeout
     )
     storage: Annotated[str, _launch(help="Where profiles are kept.", envvar=STORAGE_ENV)] = DEFAULT_STORAGE
@@ -316,7 +318,7 @@ def _print_scaling(result: Sequence[AtCount], *, whose: str) -> None:
                     f"{row.row.name}, micro-batch {row.row.micro_batch}",
                 )
             )
-    say_prose(f"\nHow many {whose}s are worth it, each number with what to begin with on it:")
+    say_prose(f"\nHow many {whose}s are worth it, with the config to begin with:")
     print_table(headings, rows, right=headings[:-1])
     if all(item.row is None for item in result):
         print()
@@ -324,8 +326,8 @@ def _print_scaling(result: Sequence[AtCount], *, whose: str) -> None:
     option = "--gpus-per-trial" if whose == "GPU" else "--cpu-ranks"
     counts = " ".join(str(item.devices) for item in result)
     say_prose(
-        f"Scaling is samples/s per {whose} over those of the smallest number without offload; the "
-        f"global batch grows with the {whose}s. Measure it: `{option} {counts}` with any search.\n"
+        f"Scaling: samples/s per {whose}, relative to the smallest number that needs no offload. The global batch "
+        f"grows with the {whose}s. Measure it: `{option} {counts}` with any search.\n"
     )
 
 
@@ -361,17 +363,17 @@ def _print_text(plan: Plan) -> None:
     rows = [_cells(row) for row in plan.rows]
     headings = [name for name in _HEADINGS if name not in _OPTIONAL or any(name in row for row in rows)]
     shown = [name.format(whose) for name in headings]
-    print_table(shown, [[row.get(name) for name in headings] for row in rows], right=shown[1:-1])
+    print_table(shown, [[row.get(name) for name in headings] for row in rows], right=shown[1:-1], drop=_DROPPED)
     what = "what a rank takes" if device == "cpu" else "the peak of torch's allocator"
     say_prose(
         f"Memory is {what} at the micro-batch shown, of {bytes_in_words(plan.subject.usable_bytes)} that it may reach; "
-        "nine steps of ten are expected within the range."
+        "ranges are 90% intervals."
     )
     if "MFU" in headings:
-        counted = ", by the operations that the launch counted, recomputed ones too."
+        counted = "counted FLOPs / peak FLOPs of the GPUs, including recomputation."
         if plan.subject.model_flops_per_sample is not None:
-            counted = " that the model's own operations reach, without recomputed ones."
-        say_prose(f"MFU is the share of the GPUs' peak FLOPS{counted}")
+            counted = "FLOPs of the model / peak FLOPs of the GPUs, without recomputation."
+        say_prose(f"MFU: {counted}")
     if counts := _scaling(plan):
         _print_scaling(counts, whose=whose)
     for text in advise(plan):
@@ -380,8 +382,8 @@ def _print_text(plan: Plan) -> None:
 
 def _cells(row: PlannedRow) -> dict[str, str]:
     """Return the cells of a row by heading; a row that does not fit has few of them."""
-    cells = {"": row.name, "{} at 1": bytes_in_words(row.least_bytes), "micro-batch": "does not fit"}
-    cells["host"] = bytes_in_words(row.host_bytes) if row.host_bytes else ""
+    cells = {"": row.name, "memory at micro-batch 1": bytes_in_words(row.least_bytes), "micro-batch": "does not fit"}
+    cells["host memory"] = bytes_in_words(row.host_bytes) if row.host_bytes else ""
     step = row.predicted
     if step is None:
         return {**cells, "bound by": f"memory of the {row.too_small.replace(' and ', ' and the ')}"}
@@ -396,7 +398,7 @@ def _cells(row: PlannedRow) -> dict[str, str]:
         **cells,
         "micro-batch": count_in_words(row.micro_batch),
         "largest": largest_in_words(row.largest),
-        "{}": bytes_in_words(row.device_bytes),
+        "memory": bytes_in_words(row.device_bytes),
         "step": f"{middle} {unit} ({low} to {high})",
         **{name: count_in_words(rate, digits=3) for name, rate in rates.items() if rate is not None},
         **({} if step.mfu is None else {"MFU": f"{step.mfu:.0%}"}),

@@ -117,7 +117,7 @@ def explain(
     storage: Storage = DEFAULT_STORAGE,
     as_json: Json = False,
 ) -> None:
-    """Explain why the winner is faster, or your run slow, knob by knob; compare with prediction; advise what next."""
+    """Explain, setting by setting, why the winner is faster; compare with the prediction; advise what to do next."""
     from optuna_dsat.report.explain.explanation import explain_study
     from optuna_dsat.report.explain.prediction_gap import prediction_gap
     from optuna_dsat.report.view import read_view
@@ -162,7 +162,7 @@ def _against_own(explanation: Explanation) -> str:
     if explanation.user_value is None or ratio is None:
         return "Your config was not measured, so there is nothing to compare with."
     if explanation.is_own:
-        return "It is your config: nothing was found that is surely better."
+        return "It is your config: nothing is significantly faster."
     metric, device = explanation.metric, explanation.device
     speed = speed_of(explanation.user_metrics, explanation.user_value, metric=metric, device=device).text
     if explanation.contradicted:

@@ -69,7 +69,7 @@ def resume(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Continue a study where it stands, with the settings it was started with: it runs the script that it names."""
+    """Continue a study with its own script and settings."""
     limits = {"max_trials": max_trials, "min_gain": min_gain}
     limits |= {"confirm_time": confirm_time, "wait_for_gpus": wait_for_gpus}
     given = {field: limit for field, limit in limits.items() if limit is not None}

@@ -67,32 +67,32 @@ def _search(method: str | None, context: typer.Context, options: TuneOptions, ou
 
 
 def random_search(context: typer.Context, options: RandomOptions, output: OutputOptions) -> None:
-    """Search random configurations; knowledge of DeepSpeed and the search's history stop those that cannot win."""
+    """Method random: draw random configs and prune those that cannot win."""
     _search("random", context, options, output)
 
 
 def binary_search(context: typer.Context, options: BinaryOptions, output: OutputOptions) -> None:
-    """Bisect the micro-batch of randomly drawn configurations."""
+    """Method binary: bisect the micro-batch of random configs."""
     _search("binary", context, options, output)
 
 
 def asha_search(context: typer.Context, options: AshaOptions, output: OutputOptions) -> None:
-    """Bisect the micro-batch of random configurations, giving more launches to the best (successive halving)."""
+    """Method asha: bisect the micro-batch of random configs, with more launches for the best (successive halving)."""
     _search("asha", context, options, output)
 
 
 def guided_search(context: typer.Context, options: GuidedOptions, output: OutputOptions) -> None:
-    """Plan every launch: memory and step time are modelled, fitted to what was measured, and the best is run next."""
+    """Method guided: fit models of memory and step time to all measurements; run the most promising config next."""
     _search("guided", context, options, output)
 
 
 def tune_search(context: typer.Context, options: AutotuningOptions, output: OutputOptions) -> None:
-    """Search by the autotuning section of your config, as deepspeed --autotuning=tune does; by guided without one."""
+    """Find the fastest config for your script. An autotuning section in its config is followed as DeepSpeed does."""
     _search(None, context, options, output)
 
 
 def run_search(context: typer.Context, options: AutotuningOptions, output: OutputOptions) -> None:
-    """As tune, then train with the best configuration, as deepspeed --autotuning=run does."""
+    """Tune, then train with the best config."""
     _search(None, context, replace(options, run_full_experiment=True), output)
 
 

@@ -51,7 +51,7 @@ def read_study(storage: str, name: str | None) -> StoredStudy:
 
 
 def studies(storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
-    """List the studies of a database."""
+    """List the studies in a database."""
     from optuna_dsat.store import Store
     from optuna_dsat.study.stored import StoredStudy, UnreadableStudy, readable_studies
     from optuna_dsat.words import date_in_words
@@ -218,7 +218,7 @@ def best(
         bool, option("--same-batch", help="Print the fastest config at the global batch of your config instead.")
     ] = False,
 ) -> None:
-    """Print the best configuration of a study, ready to train with."""
+    """Print a study's best config, ready for training."""
     from optuna_dsat.study.config_changes import model_change_in_words
 
     study = read_study(storage, name)
@@ -252,7 +252,7 @@ def delete(
     storage: Storage = DEFAULT_STORAGE,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
-    """Delete a study from the database; its files in the output directory stay."""
+    """Delete a study from the database; files in the output directory are kept."""
     from optuna_dsat.study.stored import record_of
 
     with opened(storage, name) as (store, name):

@@ -63,9 +63,9 @@ class Machine:
         hosts = "" if self.nodes == 1 else f"{self.nodes} hosts with "
         each = "" if self.ranks == 1 else " each"
         return (
-            f"{hosts}{self.gpus_per_node} {self.gpu.name}: {bytes_in_words(self.gpu.memory_bytes)}{each}, "
-            f"{count_in_words(self.gpu.tflops)} TFLOPS at its peak. Host: {bytes_in_words(self.host_bytes)} of "
-            f"memory{memory}, {count_in_words(self.gpu.pcie_gb_per_s / 2)} GB/s to each GPU and back by the data sheet"
+            f"{hosts}{self.gpus_per_node} x {self.gpu.name}: {bytes_in_words(self.gpu.memory_bytes)} and "
+            f"{count_in_words(self.gpu.tflops)} TFLOPS (peak){each}. Host: {bytes_in_words(self.host_bytes)} of "
+            f"memory{memory}, {count_in_words(self.gpu.pcie_gb_per_s / 2)} GB/s to each GPU and back (data sheet)"
             + (f", network of {count_in_words(self.network_gbit_per_s)} Gbit/s{network}." if self.nodes > 1 else ".")
         )
 
@@ -117,8 +117,8 @@ def plan_shape(
             machine.words,
             *_quantized_in_words(shape, element=element),
             *_selective_in_words(shape),
-            "Nothing was launched: times are by data sheets and may be off by what the range says; with a script, "
-            "memory and FLOPs are measured.",
+            "Nothing was launched: times are estimates from data sheets, and their ranges show the uncertainty. With a "
+            "script, memory and FLOPs are measured.",
         ),
         model=asdict(shape),
         assumed=machine.assumed,

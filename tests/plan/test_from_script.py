@@ -37,7 +37,7 @@ def test_a_plan_on_the_cpu_names_no_gpu_and_tokens_where_their_number_is_given(
     plan = planned(bench, [], name="p", device="cpu")
     _print_text(plan)
     text = capsys.readouterr().out
-    assert "rank at 1" in text
+    assert "memory at micro-batch 1" in text
     assert not any(word in text for word in ("GPU", "tokens/s", "MFU"))
     _print_text(replace(plan, subject=(subject := replace(plan.subject, seq_length=64)), rows=plan_rows(subject)))
     assert "tokens/s" in capsys.readouterr().out

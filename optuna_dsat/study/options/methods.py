@@ -85,7 +85,7 @@ class GuidedSettings:
     memory_margin: Annotated[
         float,
         of_method(
-            help="Share of the device's memory that a launch is expected to leave free.",
+            help="Share of the device's memory to keep free.",
             metavar="SHARE",
             text_type=str,
             parse=partial(share, option="--memory-margin"),
@@ -95,8 +95,8 @@ class GuidedSettings:
     min_gain: Annotated[
         float,
         of_method(
-            help="End the search when no launch is expected to improve the best by this share (by more, if it takes "
-            "longer than the best's), nor 20 launches together by 20 times as much; 0 for never.",
+            help="Stop when the next launch is expected to improve the best by less than this share, and the next 20 "
+            "by less than 20 times it; 0 for never.",
             metavar="SHARE",
             text_type=str,
             parse=partial(share, option="--min-gain"),
@@ -107,11 +107,11 @@ class GuidedSettings:
     warm_start: Annotated[
         str | None,
         of_method(
-            help="Start from the measurements of this study: of this or a similar model, on the same hardware.",
+            help="Reuse the measurements of this study, of the same or a similar model on the same hardware.",
             none="studies of the same script, config and hardware",
             python_help="Study of the same storage, with the same or a similar model and the same hardware, whose "
             "measurements to start from. None for studies of the same script, config and hardware.",
             metavar="STUDY",
         ),
     ] = None
-    no_warm_start: Annotated[bool, of_method(help="Use no measurements of earlier studies.")] = False
+    no_warm_start: Annotated[bool, of_method(help="Ignore the measurements of earlier studies.")] = False
