@@ -22,6 +22,8 @@ _BETWEEN = 3
 """Characters between two columns."""
 _LONGEST_WORD = 40
 """Maximum length of a word, such as a path, that is not folded."""
+_FOLDED_WORD = 16
+"""The same on a terminal that is too narrow."""
 
 
 def notify(text: str) -> None:
@@ -42,8 +44,8 @@ def print_table(
     Markup in data is not interpreted. Columns whose heading is in ``right`` are right-aligned; ``piped_width`` applies
     if stdout is not a terminal.
 
-    If the terminal is too narrow, the columns in ``drop`` are left out, one after another until the rest fits; without
-    them, too, each row becomes a paragraph with one line per cell.
+    If the terminal is too narrow, the columns in ``drop`` are left out, one after another until the rest fits. Then
+    long words are folded; if that is not enough, each row becomes a paragraph with one line per cell.
     """
     shown = [["" if value is None else one_line(value) for value in row] for row in rows]
     least = [_longest_word([heading, *(row[at] for row in shown)]) for at, heading in enumerate(headings)]
@@ -55,8 +57,10 @@ def print_table(
             kept_headings = [headings[at] for at in kept]
             print_table(kept_headings, fewer, right=right, drop=drop[1:], piped_width=piped_width)
             return
-        _print_paragraphs(headings, shown, width=width)
-        return
+        least = [min(cells, _FOLDED_WORD) for cells in least]
+        if sum(least) + _BETWEEN * (len(headings) - 1) > width:
+            _print_paragraphs(headings, shown, width=width)
+            return
     from rich.cells import cell_len
     from rich.table import Table
 
