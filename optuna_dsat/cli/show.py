@@ -153,7 +153,7 @@ def show_preview(spec: StudySpec, space: SearchSpace, preview: Mapping[str, Any]
     launch, ranks = preview["profile_launch"], things_in_words(spec.slots_per_trial, slot_name(spec.device))
     first, *rest = launch["attempts"]
     say_prose(
-        f"Profile launch: {ranks}, micro-batch {launch['micro_batch']}, {first}; while memory is short: "
+        f"Profile launch: {ranks}, micro-batch {launch['micro_batch']}, {first}; when out of memory: "
         f"{', then '.join(rest) or 'nothing else'}."
     )
     say_prose(f"Your config: {preview['baseline']}.")

@@ -71,8 +71,8 @@ def _profile_lines(event: progress.ProfileFinished) -> list[str]:
 
 def _search_lines(event: progress.SearchStarted) -> list[str]:
     before = f", {event.launched} made before" if event.launched else ""
-    most = things_in_words(event.max_trials, "launch")
-    lines = [f"Study {event.study}: at most {most}{before}, optimising {event.metric}."]
+    most = things_in_words(event.max_trials, "trial")
+    lines = [f"Study {event.study}: up to {most}{before}; metric: {event.metric}."]
     for name, best in (("Best in the search so far", event.best), ("Confirmed so far", event.confirmed)):
         if best is not None:
             lines.append(f"{name}: trial {best.number}, {best.speed.text}, {best.words}.")

@@ -150,7 +150,7 @@ def _communication(torch: Mapping[str, Any], gpus: int) -> Finding:
     data = {"backend": "nccl" if gpus else "gloo", "nccl_version": torch.get("nccl_version")}
     version = f" {torch['nccl_version']}" if gpus and torch.get("nccl_version") else ""
     words = f"NCCL{version}" if gpus else "gloo"
-    return finding_of(_AREA, "communication", f"Ranks talk through {words}.", data=data)
+    return finding_of(_AREA, "communication", f"Communication backend: {words}.", data=data)
 
 
 _USES = {
@@ -161,8 +161,8 @@ _USES = {
 }
 """Class of the builder -> use of its operator."""
 _WARM = (
-    "each is forked from a process that has torch, DeepSpeed and what the script imports ready, or is a torchrun of "
-    "its own where that turns out to be unsafe"
+    "each is forked from a process that has imported torch, DeepSpeed and the modules of the script; if that proves "
+    "unsafe, torchrun starts it"
 )
 
 
@@ -243,5 +243,5 @@ def launcher() -> Finding:
     if can_fork():
         name, text = "warm", _WARM
     else:
-        name, text = "torchrun", "every launch is a torchrun of its own, as forks need Linux 5.3 or newer"
-    return finding_of("launches", "launcher", f"Launches go through {name}: {text}.", data={"launcher": name})
+        name, text = "torchrun", "forks need Linux 5.3 or newer"
+    return finding_of("launches", "launcher", f"Launcher: {name} ({text}).", data={"launcher": name})

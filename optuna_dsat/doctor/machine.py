@@ -106,8 +106,8 @@ def _driver(nvml: Nvml) -> Finding:
 def _cpu(devices: Devices, *, hidden: bool) -> Finding:
     device = devices.devices[0]
     text = (
-        f"No GPU: launches run on the CPU ({device.name}, {things_in_words(os.cpu_count() or 1, 'core')}), which "
-        "shows how configurations compare there, not on a GPU."
+        f"No GPU: launches run on the CPU ({device.name}, {things_in_words(os.cpu_count() or 1, 'core')}). "
+        "Rankings on the CPU do not carry over to GPUs."
     )
     remedy = "" if hidden else "With an NVIDIA GPU in this machine: install its driver, then try nvidia-smi."
     return finding_of(

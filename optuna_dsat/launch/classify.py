@@ -59,7 +59,7 @@ _SENT_BY_OTHERS = frozenset({*ENDING, signal.SIGKILL}) - {signal.SIGXCPU}
 _LEAST_SHARED_BYTES = 2**25
 """Free bytes in shared memory below which communication on the CPU may fail."""
 
-_FROM_OUTSIDE = " from outside: neither by the search nor, by its count, by the kernel for want of memory"
+_FROM_OUTSIDE = " from outside: neither by the search nor, by its count, the kernel's OOM killer"
 
 _WORKER_KILLED = "is killed by signal: Killed"
 """torch's error for a data loader worker that ended by SIGKILL."""
@@ -167,10 +167,10 @@ def _killed_by_kernel(facts: LaunchFacts) -> Verdict | None:
     if not (killed or agent) or facts.oom_kills == 0:
         return None
     who = next(iter(killed.values()), "torchrun")
-    how = "the kernel's OOM killer ended it" if facts.oom_kills else "most likely by the kernel's OOM killer"
+    how = "the kernel's OOM killer ended it" if facts.oom_kills else "most likely the kernel's OOM killer ended it"
     return Verdict(
         outcome=Outcome.HOST_OUT_OF_MEMORY,
-        message=f"{who}: killed (SIGKILL) for want of host memory: {how}",
+        message=f"{who}: killed (SIGKILL), host out of memory: {how}",
         rank=next(iter(killed), 0),
     )
 

@@ -357,7 +357,7 @@ class Launch:
         )
         if stands_still or now - last_activity > stall_s:
             option = " (--stall-timeout)" if stall_s == request.stall_s else ""
-            text = f"no sign of life from any rank for {stall_s:g} s{option}"
+            text = f"no activity from any rank for {stall_s:g} s{option}"
             if stands_still:
                 text = f"no rank has moved for {now - last_activity:.0f} s"
             elif now - self.log.last_event > MAX_STALL_LIMITS * stall_s:

@@ -251,7 +251,7 @@ PROVIDED = frozenset(
 )  # fmt: skip
 """Names of ``determined.pytorch``, ``.pytorch.deepspeed`` and ``.pytorch.dsat`` that this package also provides."""
 
-_OWN_LOOP = "a training loop of one's own is tuned as a script: optuna-dsat asha train.py ds_config.json"
+_OWN_LOOP = "a training loop of one's own is tuned as a script: optuna-dsat tune train.py ds_config.json"
 REFUSED = {
     "ClipGradsL2Norm": "set gradient_clipping in the DeepSpeed config",
     "ClipGradsL2Value": "set gradient_clipping in the DeepSpeed config",

@@ -154,10 +154,12 @@ def test_an_option_of_the_search_behind_the_script_is_refused_unless_two_dashes_
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     words = command.split()
-    with pytest.raises(UsageError, match=rf"^--dry-run.*: behind the command.*random --dry-run \.\.\. {words[0]}"):
+    with pytest.raises(
+        UsageError, match=rf"^--dry-run.*: options within the command.*random --dry-run \.\.\. {words[0]}"
+    ):
         unfolded(tmp_path, *words)
     unfolded(tmp_path, "--", *words)
-    assert "given to the script" not in capsys.readouterr().err
+    assert "passed to the script" not in capsys.readouterr().err
     plain = [word for word in words if not word.startswith(("--dry-run", "--timeout"))]
     assert unfolded(tmp_path, "--dry-run", *plain)[1] == "--dry-run"
     assert unfolded(tmp_path, *plain, "--", "--dry-run")[-1] == "--dry-run", "or two behind the script"
@@ -178,9 +180,9 @@ def test_an_option_that_the_script_declares_is_given_to_it_with_a_note(
     (tmp_path / "own.py").write_text(source)
     assert unfolded(tmp_path, "torchrun", "own.py", "--dry-run", "--lr", "1")[-3:] == ["--dry-run", "--lr", "1"]
     note = " ".join(capsys.readouterr().err.split())
-    assert "--dry-run: given to the script, where it is declared." in note
+    assert "--dry-run: passed to the script, which declares it." in note
     assert "optuna-dsat random --dry-run ..." in note
-    with pytest.raises(UsageError, match=r"^--timeout: behind the command.* own\.py does not declare it"):
+    with pytest.raises(UsageError, match=r"^--timeout: options within the command.* own\.py does not declare it"):
         unfolded(tmp_path, "torchrun", "own.py", "--dry-run", "--timeout", "5")
 
 
@@ -265,7 +267,7 @@ def test_options_of_the_search_that_a_wrapper_would_lose_are_refused(tmp_path: P
     """64 launches were searched where five were asked for: nothing that the wrapper launches has the option."""
     (tmp_path / "passes.sh").write_text(wrapper.read_text().replace("--lr 3", '"$@"'))
     with pytest.raises(
-        UsageError, match=r"^--max-trials: behind the command.*optuna-dsat random --max-trials \.\.\. bash"
+        UsageError, match=r"^--max-trials: options within the command.*optuna-dsat random --max-trials \.\.\. bash"
     ):
         unfolded(tmp_path, "bash", "train.sh", "--max-trials", "5", "--lr=1")
     meant = unfolded(tmp_path, "--max-trials", "5", "--", "bash", "train.sh", "--max-trials=9")

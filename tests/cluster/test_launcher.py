@@ -175,11 +175,11 @@ def test_a_lost_place_ends_its_launch_as_killed_and_another_one_is_asked_for(tmp
     start(launcher, tmp_path, 0)
     while not launches(engine):
         launcher.poll(0.01)
-    engine.lose(launches(engine)[0][0], "node n2 gave no sign of life for 20 s")
+    engine.lose(launches(engine)[0][0], "node n2 did not respond for 20 s")
     (report,) = finished(launcher, 1)
     assert report.outcome is Outcome.KILLED
-    assert report.message == "job 1 was lost: node n2 gave no sign of life for 20 s"
-    assert words == ["Job 1 was lost: node n2 gave no sign of life for 20 s."]
+    assert report.message == "job 1 was lost: node n2 did not respond for 20 s"
+    assert words == ["Job 1 was lost: node n2 did not respond for 20 s."]
     engine.holds = False
     start(launcher, tmp_path, 1)
     assert finished(launcher, 1)[0].outcome is Outcome.MEASURED
@@ -200,7 +200,7 @@ def test_a_place_that_is_lost_during_a_continued_trial_costs_that_trial_only(tmp
     start(launcher, tmp_path, 1, **of_size(8))
     while not any(order["do"] == "continue" for _, _, order in engine.orders):
         launcher.poll(0.01)
-    engine.lose(held(launcher), "node n2 gave no sign of life for 20 s")
+    engine.lose(held(launcher), "node n2 did not respond for 20 s")
     second = finished(launcher, 1)[0]
     assert (first.outcome, second.outcome, second.root) == (Outcome.MEASURED, Outcome.KILLED, "trial-0000")
     engine.holds = False
@@ -215,7 +215,7 @@ def test_a_trial_whose_place_is_lost_before_its_order_is_launched_in_another_one
     start(launcher, tmp_path, 0, **of_size(4))
     finished(launcher, 1)
     start(launcher, tmp_path, 1, **of_size(8))
-    engine.lose(held(launcher), "node n2 gave no sign of life for 20 s")
+    engine.lose(held(launcher), "node n2 did not respond for 20 s")
     second = finished(launcher, 1)[0]
     assert (second.outcome, second.root, engine.requested) == (Outcome.MEASURED, "", 2)
 

@@ -219,7 +219,7 @@ def test_a_pipe_gets_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
         for event in (search(launched=3), started(3), stepped(3), finished(3, None)):
             observer(event)
     assert capsys.readouterr().err.splitlines() == [
-        "Study s: at most 10 launches, 3 made before, optimising throughput.",
+        "Study s: up to 10 trials, 3 made before; metric: throughput.",
         f"Trial 3: {started(3).words} ...",
         "Trial 3: micro-batch 3: out of memory; 4 of 10 done",
     ]
@@ -348,7 +348,7 @@ def test_on_a_terminal_launches_are_rows_that_follow_its_width_and_all_is_drawn_
     assert screen.written.rindex("\x1b[?25h") > screen.written.rindex("\x1b[?25l")
     again = screen.plain(screen.written.rindex("\x1b[2J"))
     words = again[: again.index("running")]
-    assert "Study s: at most 6 launches" in words, "what scrolled by is shown again"
+    assert "Study s: up to 6 trials" in words, "what scrolled by is shown again"
     assert "Trial 0: ZeRO 2, micro-batch 2: " in words
     assert "Best in the search" in words
 

@@ -218,7 +218,7 @@ def bench(tmp_path: Path) -> Iterator[Callable[..., SilentRankBench]]:
 
 def test_a_rank_that_sleeps_is_stalled_and_the_message_says_after_what(bench: Callable[..., SilentRankBench]) -> None:
     message = bench("exec sleep 600").pass_time(None)
-    assert message.startswith("no sign of life from any rank for 4 s (--stall-timeout); no step was finished")
+    assert message.startswith("no activity from any rank for 4 s (--stall-timeout); no step was finished")
     assert message.endswith("last seen: the start of the script (rank 0) 5 s ago")
 
 

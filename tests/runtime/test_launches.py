@@ -174,7 +174,7 @@ def test_a_script_that_trains_without_deepspeed_is_stopped_and_told_why(start: S
     assert launch.exit_code == 1
     [failure] = launch.of(RankFailed)
     assert failure.message.startswith("the script trains without DeepSpeed: its optimizer stepped")
-    assert "`optuna-dsat guided accelerate launch ...`" in failure.message
+    assert "`optuna-dsat tune accelerate launch ...`" in failure.message
     assert not (start.folder / "model.pt").exists()
 
 

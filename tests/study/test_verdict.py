@@ -112,7 +112,7 @@ def test_where_the_best_is_not_sure_one_that_surely_is_better_is_handed_over() -
     assert result.ties == (), "trial 1 was not a candidate"
     assert [item.number for item in result.undecided] == [1]
     words = " ".join(verdict_in_words(result, metric="throughput"))
-    assert "but not equal to it: trial 1 (not surely better than your config)." in words
+    assert "but not equal to it: trial 1 (not significantly better than your config)." in words
 
 
 def test_without_a_confirmation_the_best_measurement_is_the_result_be_it_the_users_own() -> None:

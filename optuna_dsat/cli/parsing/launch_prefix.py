@@ -1,4 +1,4 @@
-"""A search in front of a training command (``optuna-dsat guided deepspeed train.py ...``), or Determined's form of it.
+"""A search in front of a training command (``optuna-dsat tune deepspeed train.py ...``), or Determined's form of it.
 
 The command, or an experiment configuration and its model directory (``asha experiment.yaml model_dir/``), follows the
 search's own options. Both are converted to arguments of the search before typer parses them.
@@ -158,12 +158,12 @@ def _options_behind(command: LaunchCommand, words: Sequence[str], search: TyperC
     )
     if lost := [word for word in behind if word not in declared or word not in passed]:
         raise UsageError(
-            f"{', '.join(lost)}: behind the command, where an option is the script's, and {command.script} does not "
-            f"declare it. Options of the search precede the command: optuna-dsat {search.name} {lost[0]} ... "
-            f"{words[0]}. If it is the script's or the command's, write -- before the command."
+            f"{', '.join(lost)}: options within the command go to the script, but {command.script} does not "
+            f"declare {'them' if len(lost) > 1 else 'it'}. Options of the search precede the command: optuna-dsat "
+            f"{search.name} {lost[0]} ... {words[0]}. To pass on all options as they are, write -- before the command."
         )
     return [
-        f"{', '.join(behind)}: given to the script, where it is declared. Options of the search precede the command: "
+        f"{', '.join(behind)}: passed to the script, which declares it. Options of the search precede the command: "
         f"optuna-dsat {search.name} {behind[0]} ..."
     ]
 
@@ -296,10 +296,10 @@ def _selected(command: LaunchCommand, devices: Devices) -> str | None:
 def _cpu_ranks(ranks: int | None) -> list[str]:
     """Return the option for the ranks of a CPU launch: the launcher's number, if there are enough cores."""
     cores = usable_cores()
-    words = "The command is for GPUs, and this machine offers none: it is tuned on the CPU"
+    words = "No GPU was found: the command is tuned on the CPU"
     if ranks is None or ranks > cores:
-        beside = "" if ranks is None else f", with fewer ranks than {ranks}, as it has {cores} cores"
-        sys.stderr.write(f"{words}{beside}.\n")
+        fewer = "" if ranks is None else f", with fewer ranks than {ranks}, as there are {cores} cores"
+        sys.stderr.write(f"{words}{fewer}.\n")
         return []
     sys.stderr.write(f"{words}, with {'1 rank' if ranks == 1 else f'{ranks} ranks'}.\n")
     return ["--cpu-ranks", str(ranks)]

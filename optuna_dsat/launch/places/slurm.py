@@ -175,7 +175,7 @@ class SlurmPlace:
         """Return a reason if a node is silent, else an empty string."""
         for node, heard in self.heard.items():
             if now - heard > LOST_S:
-                return f"node {self.names.get(node, node)} gave no sign of life for {LOST_S:g} s"
+                return f"node {self.names.get(node, node)} did not respond for {LOST_S:g} s"
         if self.state is PlaceState.QUEUED and self.first_hello is not None and now - self.first_hello > _HELLO_S:
             nodes = things_in_words(self.nodes, "node")
             return f"only {len(self.names)} of {nodes} started an agent within {_HELLO_S:g} s"

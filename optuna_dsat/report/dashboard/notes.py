@@ -50,7 +50,7 @@ _LINE_CHARS = 80
 def study_note(view: StudyView) -> str:
     """Return the note of a study: best config, tuned settings, outcomes, next commands."""
     parts = [f"# {literal(view.spec.name)}", _progress(view), "## Best", _best(view), "## What was tuned", _tuned(view)]
-    parts += ["## Outcomes", _outcomes(view), "## How to go on", _commands(view)]
+    parts += ["## Outcomes", _outcomes(view), "## Next steps", _commands(view)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 

@@ -309,7 +309,7 @@ def _together(
     count = len(others)
     mean = sum(others) - (count - 1) * best - users
     spread = ERROR * math.sqrt(count + (count - 1) ** 2 + 1)
-    return _factor(TOGETHER, mean, _Z95 * spread, note="what they do together beyond each alone (model)")
+    return _factor(TOGETHER, mean, _Z95 * spread, note="interaction between them (model)")
 
 
 def _ratio(speed_up: Interval, pairs: Pairs) -> tuple[float, float]:

@@ -115,12 +115,10 @@ def told_of(facts: Explanation) -> list[str]:
     """Return sentences on the winner's bottlenecks, memory use, GPU utilisation, and doubts about the speed-up."""
     largest = sorted(facts.bounds.items(), key=lambda part: -part[1])
     shares = ", ".join(f"{name} {share:.0%}" for name, share in largest if share >= _WORTH_A_ROW)
-    parts = [f"A step of the winner goes into {shares} (fitted model): it is bound by {facts.bound}."] if shares else []
+    parts = [f"A step of the winner is {shares} (fitted model): bound by {facts.bound}."] if shares else []
     if facts.peak_bytes is not None and facts.device_bytes > 0:
         device = bytes_in_words(facts.device_bytes)
-        parts.append(
-            f"The fullest rank takes {bytes_in_words(facts.peak_bytes)} of the {device} that it may (measured)."
-        )
+        parts.append(f"Peak memory, fullest rank: {bytes_in_words(facts.peak_bytes)} of {device} (measured).")
     if facts.utilisation is not None:
         parts.append(f"It reaches {facts.utilisation:.0%} of the GPU's peak FLOPS (measured).")
     if facts.contradicted and facts.remainder is not None and facts.remainder.factor is not None:

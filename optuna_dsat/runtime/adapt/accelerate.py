@@ -132,7 +132,7 @@ def how_to_train_with_deepspeed() -> str:
             "`accelerate launch --cpu` or ACCELERATE_USE_CPU. Remove that: DeepSpeed takes the CPU where no GPU is"
         )
     return (
-        "Tune the command that trains with DeepSpeed, such as `optuna-dsat guided accelerate launch ...`; a "
+        "Tune the command that trains with DeepSpeed, such as `optuna-dsat tune accelerate launch ...`; a "
         'Trainer takes the config by its argument deepspeed=, Lightning by strategy="deepspeed"'
     )
 

@@ -48,7 +48,7 @@ def _at_same_batch(verdict: Verdict, *, metric: str, device: str) -> str:
         confirmed = "" if same.speed_up.rounds else ", not confirmed"
         return f"{batch}: trial {same.number} is {ratio_in_words(same.speed_up, to='your config')}{confirmed}."
     if not best.is_user_config:
-        return f"{batch}: nothing is surely faster than your config.{_runner_up_in_words(verdict, best)}"
+        return f"{batch}: nothing is significantly faster than your config.{_runner_up_in_words(verdict, best)}"
     alike = [measured for measured in verdict.measured.values() if measured.train_batch_size == best.train_batch_size]
     if len(alike) > 1:
         known = "confirmed" if verdict.is_by_rounds else "measured"
@@ -151,7 +151,7 @@ def _ties(verdict: Verdict) -> str:
 def _why_not(item: Undecided) -> str:
     """Describe a trial with the reason why it is not a tie with the result."""
     if item.below <= item.allowed:
-        return f"trial {item.number} (not surely better than your config)"
+        return f"trial {item.number} (not significantly better than your config)"
     return f"trial {item.number} ({item.below:.1%} below trial {item.best}, and up to {item.allowed:.1%} is equal)"
 
 
