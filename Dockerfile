@@ -3,7 +3,7 @@
 #   docker build -t optuna-dsat .
 #   docker build -t optuna-dsat --build-arg BASE=nvidia/cuda:13.0.2-devel-ubuntu24.04 --build-arg TORCH_INDEX= .
 #   docker run --rm optuna-dsat doctor
-#   docker run --rm --gpus all --shm-size 2g -v "$PWD:/work" optuna-dsat guided train.py ds_config.json
+#   docker run --rm --gpus all --shm-size 2g -v "$PWD:/work" optuna-dsat tune train.py ds_config.json
 #
 # The base needs apt and Python 3.11 or newer; a "devel" image of CUDA has the compiler for DeepSpeed's operators.
 ARG BASE=debian:12-slim

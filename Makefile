@@ -38,7 +38,7 @@ operators: $(VENV)/.demo
 # The demo's ranks communicate through gloo: compiling DeepSpeed's operator takes longer than this search.
 demo: $(VENV)/.demo
 	rm -rf demo-output && mkdir -p demo-output
-	CXX=none $(BIN)/optuna-dsat guided examples/gpt/train.py examples/gpt/ds_config.json \
+	CXX=none $(BIN)/optuna-dsat tune examples/gpt/train.py examples/gpt/ds_config.json \
 		--study gpt-demo --storage sqlite:///demo-output/study.db --output-dir demo-output \
 		--device-memory 900MiB --zero-stages 0 1 2 3 --max-trials 8 --confirm 1 \
 		-- --deepspeed_config examples/gpt/ds_config.json
