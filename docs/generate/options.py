@@ -29,7 +29,7 @@ shell](shell.md).
 """
 _SHARED = """## Options of every search
 
-`{commands}` share these. What stands after `--` goes to the script. As keywords of
+`{commands}` share these. Arguments after `--` go to the script. As keywords of
 {py:func}`optuna_dsat.tune` they have the same names, with `_` for `-`, and the same defaults.
 """
 

@@ -210,7 +210,7 @@ def dashboard(
             say(page_address(host, result))
             if study_id is not None:
                 say(page_address(host, result, "dashboard", "studies", study_id))
-                notify("The first page follows the study; start again to have its notes for optuna-dashboard anew.")
+                notify("The first page follows the study; start again to update its notes for optuna-dashboard.")
             notify("Press Ctrl-C to end.")
 
         try:

@@ -71,9 +71,9 @@ class TrainOptions:
     checkpoint_dir: Annotated[
         Path | None, typer.Option(help="Folder of checkpoints and metrics.jsonl.  \\[default: none are written]")
     ] = None
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint, or start anew.")] = (
-        False
-    )
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue from the newest checkpoint, or start from the beginning.")
+    ] = False
     seed: Annotated[int, typer.Option(help="Seed of initialisation and order.", min=0)] = 0
     gpus: Annotated[
         int | None, typer.Option("--gpus", "--gpus-per-trial", help="GPUs to train on.  \\[default: all]")

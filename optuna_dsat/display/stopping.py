@@ -15,9 +15,9 @@ from optuna_dsat.signals import ENDING, handling, is_told_again
 EXIT_INTERRUPTED = 130
 """Exit code of an interrupted command, as in shells."""
 
-STOP_MESSAGE = "Stopping: launches in flight are ended and returned to the study. Ctrl-C again stops at once."
+STOP_MESSAGE = "Stopping: running trials return to the study. Ctrl-C again stops at once."
 _OF_PERSONS = (signal.SIGINT, signal.SIGTERM)
-_AT_ONCE = "Stopped at once. Launches that were in flight are ended, found lost by whoever goes on, and run again."
+_AT_ONCE = "Stopped at once. A resume runs the interrupted trials again."
 _SHOW_CURSOR = "\x1b[?25h"
 
 

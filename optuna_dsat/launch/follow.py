@@ -102,7 +102,7 @@ class SlotWait:
         return "a free slot" if self._slots == 1 else f"{self._slots} free slots"
 
     def _at_the_limit(self, holders: Sequence[Holder]) -> str:
-        resume = f" Nothing is lost: `optuna-dsat resume {shlex.quote(self._study)}` goes on." if self._study else ""
+        resume = f" Nothing is lost: `optuna-dsat resume {shlex.quote(self._study)}` continues." if self._study else ""
         waited = f" in {self._limit_s:g} s" if self._limit_s else ""
         return (
             f"A launch needs {self._needed()}, and there were too few{waited}. {_sentence(holders)} {_REMEDIES}{resume}"

@@ -71,7 +71,7 @@ MEANING: Mapping[Outcome, tuple[str, str]] = {
         "Nothing: it was launched again. If it comes back, look for what ends processes here, such as a batch system.",
     ),
     Outcome.PRUNED: ("The launch was stopped: it could not be among the best.", ""),
-    Outcome.LOST: ("Its worker died, or the search was stopped.", "Nothing: a copy is run by whoever continues."),
+    Outcome.LOST: ("Its worker died, or the search was stopped.", "Nothing: any worker, or resume, runs a copy."),
 }
 """Outcome -> explanation, and advice if available."""
 

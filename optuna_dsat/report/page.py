@@ -73,27 +73,27 @@ class Section:
 _SECTIONS: tuple[tuple[str, str, str, Callable[[StudyView], go.Figure]], ...] = (
     (
         "micro-batch", "Speed over micro-batch",
-        "Curves are the fastest settings of a ZeRO stage as the fitted models predict them, with a 95% band and the "
-        "memory edge. Filled points were measured with these settings, open points with others, both in the search; "
-        "star and cross in the rounds, if there were any.",
+        "A curve is the fitted models' prediction for the fastest settings of a ZeRO stage, with a 95% band and the "
+        "memory edge. Filled points were measured with these settings, open points with others. Star and cross are "
+        "from the rounds, if there were any.",
         figures.plot_metric,
     ),
     (
         "finalists", "Finalists",
         "The best few and your config, measured again in rounds, alone and with more steps; circles are values of "
-        "the search. What is compared are ratios within rounds, so intervals that overlap may still be told apart.",
+        "the search. Ratios within rounds are compared, so configs may differ although their intervals overlap.",
         figures.plot_finalists,
     ),
     (
         "progress", "Progress of the search",
-        "Every launch of the search in the order in which it ended, with its value of the search. Crosses were stopped "
-        "or failed; on the axis, without any speed. The star is what rounds confirmed afterwards.",
+        "Launches of the search, in the order in which they ended. Crosses were stopped or failed; those on the axis "
+        "have no speed. The star is the value from the rounds.",
         figures.plot_progress,
     ),
     (
         "memory", "Memory, predicted and measured",
-        "Each launch at the peak that was predicted when it was proposed, corrected by the launches before it. On the "
-        "dashed line the prediction was right; above it the launch needed more.",
+        "The peak of each launch, as predicted when it was proposed and as measured. On the dashed line the prediction "
+        "was right; above it the launch needed more.",
         figures.plot_memory,
     ),
 )  # fmt: skip

@@ -427,7 +427,7 @@ def _running_engines_in_words(trials: Sequence[FrozenTrial], rounds: Rounds) -> 
         return ""
     return (
         f"Trials that the search measured in a running engine ({count_in_words(len(apart))}) differ by at most "
-        f"{max(apart):.1%} when they are launched anew in the rounds."
+        f"{max(apart):.1%} when they are launched again in the rounds."
     )
 
 

@@ -113,11 +113,9 @@ def spec_here(
         here = here.model_copy(update={"python": script_python(python) if spec.on == "here" else python})
     script = here.script
     if script.is_module and module_file(script.script, Path(script.cwd), python=here.python) is None:
-        raise UsageError(
-            f"The module {script.script} is not found from {script.cwd}; say with --workdir where it lies."
-        )
+        raise UsageError(f"The module {script.script} is not found from {script.cwd}; give its folder with --workdir.")
     if not script.is_module and not Path(script.script).is_file():
-        raise UsageError(f"The script {script.script} is not on this machine; say with --workdir where it lies.")
+        raise UsageError(f"The script {script.script} is not on this machine; give its folder with --workdir.")
     file = script_file(here)
     is_known = ran_here(study.stored_spec, file=file)
     approve(what_runs(here, study.profiled, is_known=is_known), is_known)

@@ -159,7 +159,7 @@ def test_when_ray_fails_its_places_are_lost_and_no_more_are_asked_for(monkeypatc
     go.set()
     wait_until(lambda: place.state is PlaceState.LOST, what="the place is lost")
     assert place.why == "Ray cannot be used any more: GCS is gone"
-    with pytest.raises(DeviceError, match=r"GCS is gone\. Nothing is lost: resume goes on\."):
+    with pytest.raises(DeviceError, match=r"GCS is gone\. Nothing is lost: resume continues\."):
         engine.request(nodes=2, slots=0)
     engine.close()
 
@@ -230,7 +230,7 @@ def test_without_rays_control_service_all_places_are_given_up(cluster: RayCluste
     finally:
         control.resume()
     assert result["why"] == "Ray's control service (GCS) has given no answer for 8 s"
-    assert result["refused"] == f"{result['why']}. Nothing is lost: resume goes on."
+    assert result["refused"] == f"{result['why']}. Nothing is lost: resume continues."
     assert result["lost_s"] + result["gone_s"] < 30
 
 

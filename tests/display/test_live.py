@@ -359,7 +359,7 @@ def test_ctrl_c_once_returns_what_is_in_flight_and_says_how_to_go_on(tmp_path: P
         screen.press_ctrl_c()
         assert screen.wait() == 130
     text = screen.plain()
-    assert re.search(r"Returned to the study, to be run again when it goes on: trial \d+", text)
+    assert re.search(r"Returned to the study, to run again after a resume: trial \d+", text)
     assert "Continue with: optuna-dsat resume s --storage" in text
     assert "Traceback" not in text
     assert not COLOUR.search(screen.written)

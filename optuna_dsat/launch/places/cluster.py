@@ -285,7 +285,7 @@ class Cluster:
                 why = f" ({place.place.why})" if place.place.why else ""
                 raise DeviceError(
                     f"No nodes were granted in {self._limits.queue_s:g} s (--queue-timeout): {place.place.name} is "
-                    f"queued{why}. Nothing is lost: resume goes on."
+                    f"queued{why}. Nothing is lost: resume continues."
                 )
 
     def _tell_queued(self, place: HeldPlace, now: float) -> None:

@@ -201,7 +201,7 @@ class RayEngine:
     def _connect(self) -> None:
         """Make this process a driver of the cluster, and start the thread."""
         if self._failure:
-            raise DeviceError(f"{self._failure}. Nothing is lost: resume goes on.")
+            raise DeviceError(f"{self._failure}. Nothing is lost: resume continues.")
         if self._thread is not None:
             return
         self._is_ours = join_cluster(self._address)

@@ -179,7 +179,7 @@ def _beside(view: StudyView) -> Iterator[str]:
         slowest, median = step_time_in_words(max(steps)), step_time_in_words(statistics.median(steps))
         yield (
             f"Steps are uneven: the slowest took {slowest}, the median one {median}, "
-            "as where the data loader falls behind, memory is freed and taken anew, or others use the machine."
+            "as where the data loader falls behind, memory is freed and allocated again, or others use the machine."
         )
     beside = report.conditions
     if (beside.others_share or 0.0) > _WORTH_NAMING:

@@ -136,7 +136,7 @@ class ProfileTurn:
                 if turn is not None:
                     reused = profiled is not None
                     if stored is not None and not reused:
-                        self._context.say("The stored profile cannot be read, and is measured anew.")
+                        self._context.say("The stored profile cannot be read and is measured again.")
                     try:
                         profiled = profiled or self._measure(turn)
                         if self._is_to_compare(profiled):

@@ -251,7 +251,7 @@ class Tuner:
                 numbers += [trial.number] if self._store.return_trial(self._study, trial, reason=reason) else []
         if numbers:
             listed = ", ".join(map(str, numbers))
-            self._context.say(f"Returned to the study, to be run again when it goes on: trial {listed}.")
+            self._context.say(f"Returned to the study, to run again after a resume: trial {listed}.")
 
     def _check_something_ran(self, reason: EndReason) -> None:
         trials = self._context.trials()
