@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from optuna_dsat.launch.launcher import TorchrunLauncher
 from optuna_dsat.launch.places.cluster import Cluster, Limits
@@ -17,6 +14,7 @@ from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest, Observed
 from optuna_dsat.launch.warm.forking import Forking
 from optuna_dsat.runtime.events import RankStarted
 from tests.harness.launches import STUB, reports, request, updates_until_finished
+from tests.harness.workers import wait_until
 
 TWO_RANKS = Layout(nodes=2, slots=1, kind="cpu", gpus=2)
 
@@ -34,19 +32,18 @@ def stub(folder: Path, launch_id: str = "trial-0000", *args: str, **changes: Any
     return request(folder, launch_id=launch_id, script=STUB, args=args, **changes)
 
 
-def finish(launcher: TorchrunLauncher, *, limit_s: float = 120.0) -> LaunchReport:
-    [report] = reports(updates_until_finished(launcher, limit_s=limit_s)).values()
+def finish(launcher: TorchrunLauncher) -> LaunchReport:
+    [report] = reports(updates_until_finished(launcher)).values()
     return report
 
 
-def poll_until(
-    launcher: TorchrunLauncher, condition: Callable[[list[Observed]], bool], *, what: str, limit_s: float = 90.0
-) -> list[Observed]:
+def poll_until(launcher: TorchrunLauncher, condition: Callable[[list[Observed]], bool], *, what: str) -> list[Observed]:
     """Poll until a condition holds; return the starts of ranks seen meanwhile."""
     seen: list[Observed] = []
-    deadline = time.monotonic() + limit_s
-    while not condition(seen):
-        if time.monotonic() > deadline:
-            pytest.fail(f"Not within {limit_s:g} s: {what}.")
-        seen += [u for u in launcher.poll(0.2) if isinstance(u, Observed) and isinstance(u.event, RankStarted)]
+
+    def holds() -> bool:
+        seen.extend(u for u in launcher.poll(0.0) if isinstance(u, Observed) and isinstance(u.event, RankStarted))
+        return condition(seen)
+
+    wait_until(holds, what=what)
     return seen

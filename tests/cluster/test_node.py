@@ -226,7 +226,7 @@ class Talk:
 
     def end(self) -> None:
         present(self.process.stdin).close()
-        self.process.wait(20)
+        self.process.wait()
         present(self.process.stdout).close()
 
 
@@ -262,7 +262,7 @@ def test_a_head_that_reads_nothing_keeps_no_agent(tmp_path: Path) -> None:
         for _ in range(100):
             talk.tell(do="x" * 1000, to=None)  # each is answered, with more than a pipe holds in all
         present(talk.process.stdin).close()
-        assert talk.process.wait(60) == 0
+        assert talk.process.wait() == 0
     finally:
         talk.process.kill()
         talk.end()
@@ -330,7 +330,7 @@ def test_it_ends_with_its_input_though_the_process_that_was_started_is_killed(tm
 
 def test_what_it_leaves_behind_is_killed_and_its_exit_code_is_passed_on(tmp_path: Path) -> None:
     process, pids = started(tmp_path, "ends")
-    assert process.wait(60) == 7
+    assert process.wait() == 7
     assert all(map(ended, pids))
     present(process.stdin).close()
 

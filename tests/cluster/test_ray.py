@@ -26,7 +26,7 @@ from optuna_dsat.launch.places.ray_place import cause_of, node_environment
 from optuna_dsat.launch.places.ray_train import torchrun_words
 from tests.harness.commands import DS_CONFIG, SCRIPT, Command
 from tests.harness.ray_cluster import LOOPBACK, ROOT, RayCluster, running_ray, why_no_ray
-from tests.harness.workers import ended, wait_until
+from tests.harness.workers import assert_within, ended, wait_until
 
 with_ray = pytest.mark.skipif(bool(why_no_ray()), reason=why_no_ray() or "Ray is there")
 
@@ -50,7 +50,7 @@ def holder(cluster: RayCluster, scenarios: str, *numbers: int) -> subprocess.Pop
 
 def seen(cluster: RayCluster, scenarios: str, *numbers: int) -> dict[str, Any]:
     process = holder(cluster, scenarios, *numbers)
-    output, errors = process.communicate(timeout=500)
+    output, errors = process.communicate()
     assert process.returncode == 0, errors
     result: dict[str, Any] = json.loads(output)  # Ray itself writes nothing there
     return result
@@ -187,8 +187,8 @@ def test_what_can_never_be_granted_is_refused_with_the_numbers(places: dict[str,
     assert "takes 1 node with 4 GPUs" in too_large
     assert "of up to 2 GPUs" in too_large
     assert possible == ""
-    assert second_s < 5
-    assert first_s < 30  # with Ray's own start, on a busy machine
+    assert_within(second_s, 5.0)
+    assert_within(first_s, 30.0)  # with Ray's own start, on a busy machine
     assert result["same_handler"]
 
 
@@ -212,14 +212,14 @@ def test_places_are_on_the_nodes_that_are_named_in_their_order(places: dict[str,
 def test_with_an_agent_its_place_and_the_agents_of_other_nodes_go(places: dict[str, Any]) -> None:
     result = places["queued"]["killed"]
     assert "ended with -9" in result["why"]
-    assert result["lost_s"] < 20
+    assert_within(result["lost_s"], 20.0)
 
 
 @with_ray
 def test_a_node_whose_agent_stands_still_is_lost_and_rid_of_it(places: dict[str, Any]) -> None:
     result = places["pinned"]["frozen"]
     assert "said nothing for 4 s" in result["why"]
-    assert result["lost_s"] + result["gone_s"] < 40
+    assert_within(result["lost_s"] + result["gone_s"], 40.0)
 
 
 @with_ray
@@ -231,7 +231,7 @@ def test_without_rays_control_service_all_places_are_given_up(cluster: RayCluste
         control.resume()
     assert result["why"] == "Ray's control service (GCS) has given no answer for 8 s"
     assert result["refused"] == f"{result['why']}. Nothing is lost: resume continues."
-    assert result["lost_s"] + result["gone_s"] < 30
+    assert_within(result["lost_s"] + result["gone_s"], 30.0)
 
 
 @with_ray
@@ -243,7 +243,7 @@ def test_agents_go_with_the_process_that_held_their_place(cluster: RayCluster) -
     assert not any(map(ended, pids))
     process.kill()
     process.communicate()
-    wait_until(lambda: all(map(ended, pids)), what="the agents are gone", limit_s=40)
+    wait_until(lambda: all(map(ended, pids)), what="the agents are gone")
 
 
 @with_ray
@@ -257,7 +257,7 @@ def test_a_study_runs_on_two_nodes_from_a_head_without_a_core(cluster: RayCluste
     command = Command(
         tmp_path, "guided", "train.py", "ds.json", *where, *how, *steps, "--", "ds.json", "0.01", environ=LOOPBACK
     )
-    shown, _ = command.finish(timeout_s=240)
+    shown, _ = command.finish()
     (best,) = tmp_path.rglob("best_ds_config.json")
     assert json.loads(best.read_text())["train_micro_batch_size_per_gpu"] == 1
     (trial,) = tmp_path.rglob("trial-0000")
@@ -267,7 +267,7 @@ def test_a_study_runs_on_two_nodes_from_a_head_without_a_core(cluster: RayCluste
     assert f"--nodes 2 --ranks 1 -- {tmp_path / 'train.py'}" in printed
     environ = {**os.environ, **LOOPBACK, "PYTHONPATH": str(ROOT)}
     printed = printed.replace(" 0.01", " 0.001")
-    trained = subprocess.run(printed, shell=True, cwd=tmp_path, env=environ, timeout=240, check=False)
+    trained = subprocess.run(printed, shell=True, cwd=tmp_path, env=environ, check=False)
     assert trained.returncode == 0
 
 
@@ -298,16 +298,16 @@ def test_a_training_that_loses_a_node_leaves_no_rank(cluster: RayCluster, tmp_pa
     environ = {**os.environ, **LOOPBACK}
     process = subprocess.Popen([sys.executable, *words], cwd=ROOT, env=environ, stderr=subprocess.PIPE, text=True)
     try:
-        wait_until(lambda: noted.exists() and noted.read_text().count("\n") == 2, what="both ranks run", limit_s=120)
+        wait_until(lambda: noted.exists() and noted.read_text().count("\n") == 2, what="both ranks run")
         relay_above(int(noted.read_text().split()[0])).suspend()
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate()
         assert process.returncode == 1
         assert re.search(r"^optuna-dsat: Node [01] of the training has given no answer for 4 s\.$", errors, re.M)
     finally:
         process.kill()
         process.communicate()
     pids = [int(word) for word in noted.read_text().split()]
-    wait_until(lambda: all(map(ended, pids)), what="ranks and what they started are gone", limit_s=40)
+    wait_until(lambda: all(map(ended, pids)), what="ranks and what they started are gone")
 
 
 def test_each_node_runs_torchrun_with_its_own_number_and_the_address_of_the_first() -> None:

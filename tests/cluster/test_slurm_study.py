@@ -17,9 +17,9 @@ from optuna_dsat.study.command import training_command
 from optuna_dsat.study.result import write_best
 from optuna_dsat.study.spec import make_spec
 from tests.harness.commands import OPTIONS, Command
-from tests.harness.slurm import SlurmCluster, stretched
+from tests.harness.slurm import SlurmCluster
 from tests.harness.users_world import shared, state, world
-from tests.harness.workers import StoredStudy, wait_until
+from tests.harness.workers import StoredStudy, assert_within, wait_until
 
 __all__ = ["shared", "world"]
 
@@ -55,15 +55,14 @@ def test_a_killed_search_leaves_nothing_on_the_nodes_and_goes_on_and_the_users_f
         wait_until(
             lambda: (folder / "trial-0001" / "events" / "rank1.jsonl").exists() or begun.process.poll() is not None,
             what="the second trial runs",
-            limit_s=200.0,
         )
     finally:
         begun.kill()
         killed_at = time.monotonic()
     assert begun.process.returncode == -9, "it ended before it was killed"
     wait_until(lambda: not slurm.tasks(), what="no agent and no rank of it is left")
-    assert time.monotonic() - killed_at < stretched(5.0)
-    wait_until(lambda: not slurm.jobs, what="no job of it is left", limit_s=20)
+    assert_within(time.monotonic() - killed_at, 5.0)
+    wait_until(lambda: not slurm.jobs, what="no job of it is left")
     first = StoredStudy.read(storage, "s").trials[0]
 
     output, errors = Command(world, "resume", "s", "--storage", storage, environ=environ).finish()
@@ -107,7 +106,7 @@ def test_the_printed_command_trains_on_two_nodes(slurm: SlurmCluster, tmp_path: 
     assert names_config
     environ = {**os.environ, **slurm.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run(
-        ["bash", "-c", command], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120, check=False
+        ["bash", "-c", command], cwd=tmp_path, env=environ, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))

@@ -14,7 +14,7 @@ from optuna_dsat.config.space_builder import SpaceRequest, build_space
 from optuna_dsat.launch.agent.command import device_environment
 from optuna_dsat.launch.machine import operators
 from optuna_dsat.launch.machine.operators import compile_operators, remove_stale_locks
-from tests.harness.workers import ended, wait_until
+from tests.harness.workers import assert_within, ended, wait_until
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_what_cannot_be_compiled_is_said_and_a_lock_of_a_build_that_was_killed_i
     assert phases[-1] == ""
     assert list(failed) == ["ShareMemCommBuilder"]
     assert "Error building extension" in failed["ShareMemCommBuilder"]
-    assert time.monotonic() - began < 60.0
+    assert_within(time.monotonic() - began, 60.0)
     assert not lock.exists()
 
 
@@ -117,7 +117,7 @@ def test_a_build_that_is_cut_short_leaves_neither_its_processes_nor_its_lock(
     tools.mkdir()
     ninja = tools / "ninja"
     ninja.write_text(
-        '#!/bin/sh\n[ "$1" = --version ] && exit 0\necho $$ > "$TORCH_EXTENSIONS_DIR/pid"\nexec sleep 60\n'
+        '#!/bin/sh\n[ "$1" = --version ] && exit 0\necho $$ > "$TORCH_EXTENSIONS_DIR/pid"\nexec sleep 600\n'
     )
     ninja.chmod(0o755)
     compiler = f"{tools}:/usr/bin:/bin"
@@ -126,7 +126,6 @@ def test_a_build_that_is_cut_short_leaves_neither_its_processes_nor_its_lock(
         "TORCH_EXTENSIONS_DIR": str(tmp_path),
     }
     monkeypatch.setattr(operators, "_LOCKS_S", 0.2)
-    monkeypatch.setattr(operators, "_LIMIT_S", 30.0)
 
     def one_look(*_: Any, **__: Any) -> None:
         if (tmp_path / "pid").exists():
@@ -139,4 +138,4 @@ def test_a_build_that_is_cut_short_leaves_neither_its_processes_nor_its_lock(
         compile_operators(["ShareMemCommBuilder"], environ, python=sys.executable)
     assert not (tmp_path / "deepspeed_shm_comm" / "lock").exists()
     compiler_pid = int((tmp_path / "pid").read_text())
-    wait_until(lambda: ended(compiler_pid), what="the compiler has ended", limit_s=10.0)
+    wait_until(lambda: ended(compiler_pid), what="the compiler has ended")

@@ -50,9 +50,9 @@ class Command:
         """Return the living processes of this tuner's launches."""
         return [process for process in find_marked() if process.mark.split(":")[1] == str(self.process.pid)]
 
-    def finish(self, *, code: int = 0, timeout_s: float = 300.0) -> tuple[str, str]:
+    def finish(self, *, code: int = 0) -> tuple[str, str]:
         """Wait for the end; return stdout and stderr."""
-        output, errors = self.process.communicate(timeout=timeout_s)
+        output, errors = self.process.communicate()
         assert self.process.returncode == code, f"{self.arguments}: {self.process.returncode}\n{errors}"
         return output, errors
 

@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from optuna_dsat.launch.agent.run import MachineLaunch, Started
 from optuna_dsat.launch.launch import Launch
 from optuna_dsat.launch.machine.devices import cpu_devices
@@ -25,6 +27,7 @@ from optuna_dsat.launch.protocol import (
 )
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.runtime.agent.preload import Preload
+from tests.harness.workers import HANG_S
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 STUB = "stub_engine.py"
@@ -88,6 +91,17 @@ def followed(
     return Launch(request=asked, directory=directory, processes=processes, devices=lease.indices, command=(), **times)
 
 
+class AheadClock:
+    """The clock of launchers, which a test sets ahead where it would wait for a time limit."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ahead_s = 0.0
+        monkeypatch.setattr("optuna_dsat.launch.launcher.time", self)
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
 def processes_of(launch: Launch | None) -> MachineLaunch:
     """Return the processes of a launch on this machine."""
     assert isinstance(launch, Launch)
@@ -95,20 +109,18 @@ def processes_of(launch: Launch | None) -> MachineLaunch:
     return launch.processes
 
 
-def updates_until(
-    launcher: Launcher, found: Callable[[list[LaunchUpdate]], object], limit_s: float = 120.0
-) -> list[LaunchUpdate]:
+def updates_until(launcher: Launcher, found: Callable[[list[LaunchUpdate]], object]) -> list[LaunchUpdate]:
     updates: list[LaunchUpdate] = []
-    deadline = time.monotonic() + limit_s
+    deadline = time.monotonic() + HANG_S
     while not found(updates):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"Not within {limit_s} s: {updates}")
+            raise TimeoutError(f"Not within {HANG_S:g} s: {updates}")
         updates += launcher.poll(1.0)
     return updates
 
 
-def updates_until_finished(launcher: Launcher, count: int = 1, limit_s: float = 120.0) -> list[LaunchUpdate]:
-    return updates_until(launcher, lambda seen: sum(isinstance(each, Finished) for each in seen) >= count, limit_s)
+def updates_until_finished(launcher: Launcher, count: int = 1) -> list[LaunchUpdate]:
+    return updates_until(launcher, lambda seen: sum(isinstance(each, Finished) for each in seen) >= count)
 
 
 def reports(updates: Sequence[LaunchUpdate]) -> dict[str, LaunchReport]:

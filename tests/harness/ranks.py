@@ -213,7 +213,6 @@ class Starter:
             command,
             env=environment,
             cwd=self.folder,
-            timeout=180,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

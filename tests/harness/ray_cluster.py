@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.harness.workers import HANG_S
+
 ROOT = Path(__file__).parents[2]
 LOOPBACK = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
@@ -29,7 +31,6 @@ LOOPBACK = {
 """Variables that keep Ray's nodes and drivers on 127.0.0.1 and disable usage reports. Workers get normal priority,
 since Ray's default (15) starves them on a busy machine. Ray detects a missing node after five health checks: in 5 s
 instead of 13."""
-_START_S = 180.0
 
 
 def why_no_ray() -> str:
@@ -60,7 +61,7 @@ class RayCluster:
 def running_ray() -> Iterator[RayCluster]:
     """Start a cluster; stop it at the end."""
     process = subprocess.Popen(
-        ["timeout", "--signal=KILL", "900", sys.executable, "-m", "tests.harness.ray_cluster"],
+        ["timeout", "--signal=KILL", "3600", sys.executable, "-m", "tests.harness.ray_cluster"],
         cwd=ROOT,
         env={**os.environ, **LOOPBACK},
         stdin=subprocess.PIPE,
@@ -76,7 +77,7 @@ def running_ray() -> Iterator[RayCluster]:
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.close()
-        process.wait(_START_S)
+        process.wait(HANG_S)
         process.stdout.close()
 
 

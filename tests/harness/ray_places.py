@@ -19,12 +19,12 @@ from optuna_dsat.launch.machine.nvml import DeviceError
 from optuna_dsat.launch.places import ray_engine, ray_place
 from optuna_dsat.launch.places.engine import ClusterError, Place, PlaceState
 from optuna_dsat.launch.places.ray_engine import RayEngine
+from tests.harness.workers import HANG_S
 
-LIMIT_S = 90.0
 Seen = dict[str, Any]
 
 
-def until(engine: RayEngine, what: Callable[[], bool], limit_s: float = LIMIT_S) -> float:
+def until(engine: RayEngine, what: Callable[[], bool], limit_s: float = HANG_S) -> float:
     """Process news until a condition holds; return the seconds it took."""
     begun = time.monotonic()
     while not what():
@@ -40,7 +40,7 @@ def greeted(engine: RayEngine, place: Place) -> list[str]:
     begun = time.monotonic()
     while len(names) < 2 or place.state is not PlaceState.READY:
         assert place.state is not PlaceState.LOST, place.why
-        assert time.monotonic() - begun < LIMIT_S, place.why
+        assert time.monotonic() - begun < HANG_S, place.why
         names |= {event.node: event.message["name"] for event in engine.news(0.2) if event.message["news"] == "hello"}
     return [names[node] for node in sorted(names)]
 
@@ -97,7 +97,7 @@ def queued(engine: RayEngine) -> Seen:
     pongs: set[tuple[int, bool]] = set()
     begun = time.monotonic()
     while not expected <= pongs:  # not by `until`, which would consume the news; this order is answered once
-        assert time.monotonic() - begun < LIMIT_S, pongs
+        assert time.monotonic() - begun < HANG_S, pongs
         text = [(event.node, event.message) for event in engine.news(0.2) if event.message["news"] == "pong"]
         pongs |= {(node, isinstance(pong["sent"], float)) for node, pong in text}
     engine.release(first)

@@ -58,6 +58,6 @@ def serving(*args: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
             yield process, address
         finally:
             process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=20)
+            _, errors = process.communicate()
         assert process.returncode == 0, errors
         assert "Traceback" not in errors

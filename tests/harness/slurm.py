@@ -17,10 +17,9 @@ from pathlib import Path
 import psutil
 
 from optuna_dsat.runtime.agent.processes import MARK_ENV
-from tests.harness.workers import wait_until
+from tests.harness.workers import HANG_S, wait_until
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "squeue", "sinfo", "scancel", "scontrol")
-_START_S = 30.0
 
 _CONTROLLER = """
 ClusterName=dsat
@@ -59,11 +58,6 @@ PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2
 """
 
 
-def stretched(limit_s: float) -> float:
-    """Return a time limit for an idle machine, multiplied by the load per core on this machine."""
-    return limit_s * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-
-
 def why_no_slurm() -> str:
     """Return the reason why SLURM cannot be started here; empty if it can."""
     if os.geteuid() != 0:
@@ -86,10 +80,10 @@ class SlurmCluster:
         """Variables for SLURM's commands."""
         return {"SLURM_CONF": str(self.root / "slurm.conf")}
 
-    def ask(self, *command: str, limit_s: float = 20.0) -> str:
+    def ask(self, *command: str) -> str:
         """Return the output of a SLURM command."""
         environ = {**os.environ, **self.environ}
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=limit_s, check=False)
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=HANG_S, check=False)
         return done.stdout.strip()
 
     @property
@@ -205,13 +199,13 @@ def _start(cluster: SlurmCluster) -> None:
     commands["slurmctld"] = ["slurmctld", "-c"]
     commands |= {f"slurmd.n{node}": ["slurmd", "-N", f"n{node}"] for node in range(1, cluster.nodes + 1)}
     for name, command in commands.items():
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=20, check=False)
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=HANG_S, check=False)
         if done.returncode:
             raise RuntimeError(f"{command[0]} does not start: {done.stderr.strip()}")
         path = root / f"{name}.pid"
-        wait_until(partial(_names_a_process, path), what=f"{name} has started", limit_s=_START_S)
+        wait_until(partial(_names_a_process, path), what=f"{name} has started")
         cluster.pids[name] = int(path.read_text(encoding="ascii"))
-    wait_until(lambda: cluster.idle() == cluster.nodes, what="all nodes are idle", limit_s=_START_S)
+    wait_until(lambda: cluster.idle() == cluster.nodes, what="all nodes are idle")
 
 
 def _names_a_process(path: Path) -> bool:
@@ -220,14 +214,14 @@ def _names_a_process(path: Path) -> bool:
 
 def _stop(cluster: SlurmCluster) -> None:
     cluster.ask("scancel", "--user=root", "--quiet")  # else the jobs' slurmstepd outlive the cluster
-    until = time.monotonic() + 10
+    until = time.monotonic() + HANG_S
     while time.monotonic() < until and cluster.jobs:
         time.sleep(0.05)
     for number in (signal.SIGTERM, signal.SIGKILL):
         for pid in cluster.pids.values():
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
-        until = time.monotonic() + 5
+        until = time.monotonic() + HANG_S / 10
         while time.monotonic() < until and any(Path(f"/proc/{pid}").exists() for pid in cluster.pids.values()):
             time.sleep(0.05)
     cluster.end_processes()  # a slurmstepd that was stopped while its job was cancelled

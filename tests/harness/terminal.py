@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 
 
 class Terminal:

@@ -183,8 +183,10 @@ def test_a_rank_that_stands_still_before_its_first_step_is_measured_by_earlier_s
         path = stacks_path(folder, 0)
         wait_until(path.exists, what="the rank can be asked for its stacks")
         for now in (1.0, 16.0, 31.0, 34.0):
+            size = path.stat().st_size
             rank.launch.advance(now)
-            time.sleep(0.3)
+            if stalled and now in (16.0, 31.0):
+                wait_until(lambda: path.stat().st_size > size, what="the stacks are written")  # noqa: B023 - at once
         stop = rank.launch.stop_reason
         assert (stop is not None and stop.outcome is Outcome.STALLED) is stalled
     finally:
@@ -291,10 +293,8 @@ def test_ranks_stand_still_if_the_stacks_of_all_of_them_stay_the_same(
         def look(now: float) -> bool:
             size = stacks_path(tmp_path, 0).stat().st_size
             result = watch.stand_still(now, silent_since=0.0, limit_s=30.0, ask=ask)
-            deadline = time.monotonic() + 10.0
-            while now in (15.0, 30.0) and stacks_path(tmp_path, 0).stat().st_size == size:
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            if now in (15.0, 30.0):
+                wait_until(lambda: stacks_path(tmp_path, 0).stat().st_size > size, what="the stacks are written")
             time.sleep(0.1)
             return result
 

@@ -252,6 +252,7 @@ def test_the_energy_of_a_launch_is_that_of_all_its_gpus_or_unknown(machine: Mach
 
 def test_a_launch_knows_what_went_on_beside_it(machine: Machine, tmp_path: Path) -> None:
     machine.gets("power 0 300", "power 1 50")
+    began = time.monotonic()
     agent = subprocess.Popen(["sleep", "600"], env={**os.environ, MARK_ENV: (mark := new_mark())})
     launch = followed(tmp_path, agent, mark, pool=machine.pool(), end_profile_step=4)
     try:
@@ -264,7 +265,7 @@ def test_a_launch_knows_what_went_on_beside_it(machine: Machine, tmp_path: Path)
     finally:
         processes_of(launch).close()
     seen = launch.conditions
-    assert 0.7 <= present(seen.window_s) < 10.0
+    assert 0.7 <= present(seen.window_s) <= time.monotonic() - began
     assert seen.cores == len(os.sched_getaffinity(0))
     assert 0.0 <= present(seen.others_share) <= 1.05
     assert seen.power_w == pytest.approx(300.0, rel=0.01)

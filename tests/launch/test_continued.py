@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,16 @@ from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import EngineReady, StepMeasured
 from optuna_dsat.runtime.overlay import GRADIENT_ACCUMULATION, MICRO_BATCH
-from tests.harness.launches import DS_CONFIG, events, reports, request, updates_until, updates_until_finished
+from tests.harness.launches import (
+    DS_CONFIG,
+    AheadClock,
+    events,
+    reports,
+    request,
+    updates_until,
+    updates_until_finished,
+)
+from tests.harness.workers import ended, wait_until
 
 from .test_torchrun import assert_gone
 
@@ -38,9 +46,12 @@ def launcher(warm_launcher: TorchrunLauncher, notices: list[str]) -> Iterator[To
     yield warm_launcher
     for name in [*warm_launcher._running]:  # of a test that has failed
         warm_launcher.stop(name, outcome=Outcome.LOST)
-    deadline = time.monotonic() + 20
-    while warm_launcher.free_slots < 2 and time.monotonic() < deadline:
-        warm_launcher.poll(0.1)
+    updates_until(warm_launcher, lambda _: warm_launcher.free_slots == 2)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> AheadClock:
+    return AheadClock(monkeypatch)
 
 
 @pytest.fixture
@@ -124,9 +135,7 @@ def test_accumulation_follows_where_the_engine_counts_and_ranks_leave_when_nothi
     report, steps = run("second", config={"gradient_accumulation_steps": 3})
     assert report.root == first.launch_id
     assert {step.samples for step in steps} == {12}
-    deadline = time.monotonic() + 10
-    while launcher._parked and time.monotonic() < deadline:
-        launcher.poll(0.1)
+    updates_until(launcher, lambda _: not launcher._parked)
     assert_gone(first.pids)
     assert launcher.free_slots == 2
 
@@ -215,7 +224,7 @@ def test_out_of_memory_ends_the_launch_and_counts(run: Run) -> None:
 def test_a_rank_that_dies_while_it_waits_costs_nothing(run: Run, launcher: TorchrunLauncher) -> None:
     first, _ = run("first")
     os.kill(first.pids[-1], signal.SIGKILL)
-    time.sleep(0.5)
+    wait_until(lambda: ended(first.pids[0]), what="torchrun has seen it, and ended")
     second, steps = run("second", size=8)
     assert (second.outcome, second.afresh) == (Outcome.MEASURED, False)
     assert (second.root, sizes(steps)) == ("", {8})
@@ -225,24 +234,26 @@ def test_a_rank_that_dies_while_it_waits_costs_nothing(run: Run, launcher: Torch
 
 @pytest.mark.parametrize(("number", "outcome"), [(signal.SIGKILL, Outcome.KILLED), (signal.SIGSTOP, Outcome.STALLED)])
 def test_a_rank_that_fails_after_steps_of_a_continued_trial_costs_this_trial_only(
-    run: Run, launcher: TorchrunLauncher, tmp_path: Path, number: signal.Signals, outcome: Outcome
+    run: Run, launcher: TorchrunLauncher, clock: AheadClock, tmp_path: Path, number: signal.Signals, outcome: Outcome
 ) -> None:
     first, _ = run("first")
-    asked = trial(tmp_path, "second", size=8, end_profile_step=10_000, stall_s=3)
+    asked = trial(tmp_path, "second", size=8, end_profile_step=10_000)
     launcher.start(asked)
     updates_until(launcher, lambda seen: events(seen, StepMeasured))
     os.kill(first.pids[-1], number)
+    clock.ahead_s = 100.0 if outcome is Outcome.STALLED else 0.0
     failed = reports(updates_until_finished(launcher))[asked.launch_id]
     assert (failed.outcome, failed.root) == (outcome, first.launch_id)
     assert failed.afresh == (outcome is Outcome.STALLED), "a killed launch is repeated by the tuner"
     assert_gone(first.pids)
+    clock.ahead_s = 0.0
     again, _ = run("again", size=8)
     more, _ = run("more", size=2)
     assert (again.root, more.root) == ("", again.launch_id), "sizes are followed as before"
 
 
 def test_a_rank_that_is_stopped_between_two_trials_is_found(run: Run, launcher: TorchrunLauncher) -> None:
-    first, _ = run("first", stall_s=3)
+    first, _ = run("first")
     os.kill(first.pids[-1], signal.SIGSTOP)
     stalled, _ = run("second", size=8, stall_s=3)
     assert (stalled.outcome, stalled.afresh) == (Outcome.STALLED, True)

@@ -23,7 +23,7 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.agent.preload import Preload
 from optuna_dsat.runtime.agent.processes import MARK_ENV, Ending, ProcessKey
 from tests.harness.launches import request
-from tests.harness.workers import ended, wait_until
+from tests.harness.workers import assert_within, ended, wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -93,7 +93,7 @@ def test_a_program_below_a_rank_removes_what_it_made_and_the_rank_saves_nothing(
     rank, mark = start(sys.executable, "-c", RANK, str(temporary / "checkpoint"), TRAP)
     assert len(list(temporary.iterdir())) == 1
     end(rank, mark)
-    assert rank.wait(5) == -signal.SIGKILL
+    assert rank.wait() == -signal.SIGKILL
     assert list(temporary.iterdir()) == []
 
 
@@ -137,8 +137,8 @@ def test_a_program_that_does_not_end_is_killed(start: Started, script: str) -> N
     process, mark = start("bash", "-c", script)
     began = time.monotonic()
     kill_leftovers(mark)
-    assert time.monotonic() - began < 3
-    process.wait(5)
+    assert_within(time.monotonic() - began, 3.0)
+    process.wait()
     assert kill_leftovers(mark) == ()
 
 
@@ -146,18 +146,18 @@ def test_an_interpreter_of_another_name_is_killed(start: Started, tmp_path: Path
     """An interpreter is recognised by its library if it has one, else by its name."""
     name = tmp_path / "pypy-of-ours"
     shutil.copy(Path(sys.executable).resolve(), name)
-    code = "signal.signal(signal.SIGTERM, lambda *_: exit(3)); print('ready', flush=True); time.sleep(60)"
+    code = "signal.signal(signal.SIGTERM, lambda *_: exit(3)); print('ready', flush=True); time.sleep(600)"
     process, mark = start(str(name), "-c", f"import sys; sys.path[:] = {sys.path!r}; import signal, time; {code}")
     kill_leftovers(mark)
-    assert process.wait(5) == -signal.SIGKILL
+    assert process.wait() == -signal.SIGKILL
 
 
 def test_an_ending_without_programs_takes_no_time(start: Started) -> None:
-    process, _ = start(sys.executable, "-c", "print('ready', flush=True); import time; time.sleep(60)")
+    process, _ = start(sys.executable, "-c", "print('ready', flush=True); import time; time.sleep(600)")
     key = ProcessKey.of(process.pid)
     assert key is not None
     assert Ending().end([key]) == {key}
-    assert process.wait(5) == -signal.SIGKILL
+    assert process.wait() == -signal.SIGKILL
 
 
 def test_what_imports_have_started_ends_with_the_process_that_launches_are_forked_from(tmp_path: Path) -> None:
@@ -252,5 +252,5 @@ def test_no_ending_changes_the_outcome_or_takes_long(run: Run, ending: str) -> N
     began = time.monotonic()
     report = run(ending)
     assert report.outcome is Outcome.MEASURED, report.message
-    assert report.exit_s < 12.0
-    assert time.monotonic() - began < 120.0
+    assert_within(report.exit_s, 12.0)
+    assert_within(time.monotonic() - began, 120.0)

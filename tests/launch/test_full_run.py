@@ -75,7 +75,7 @@ def test_a_signal_is_passed_on_and_nothing_is_left(
 ) -> None:
     rank = rank_of(training)
     training.send_signal(number)
-    assert training.wait(30) == 128 + number
+    assert training.wait() == 128 + number
     assert (tmp_path / "told").read_text() == str(int(signal.SIGTERM))
     wait_until(lambda: ended(rank), what="its rank is gone")
     assert [path for path in (tmp_path / "tmp").rglob("*") if path.is_file()] == []
@@ -91,7 +91,7 @@ def test_a_second_request_ends_at_once_what_still_saves_but_not_the_first_told_a
     training.send_signal(signal.SIGTERM)
     wait_until((tmp_path / "told").exists, what="it was passed on")
     training.send_signal(second)
-    assert training.wait(30) == 128 + signal.SIGTERM
+    assert training.wait() == 128 + signal.SIGTERM
     assert (tmp_path / "saved").exists() is saved
 
 

@@ -167,7 +167,7 @@ def test_a_tuner_that_is_killed_takes_its_launch_along(cwd: Path) -> None:
     process.kill()
     process.wait()
     process.stdout.close()
-    wait_until(lambda: not any(map(ProcessKey.of, ranks)), what="the ranks are gone", limit_s=10)
+    wait_until(lambda: not any(map(ProcessKey.of, ranks)), what="the ranks are gone")
     kill_leftovers()  # the orphans started by the script
     assert_gone(own)
     assert own_processes(process.pid) == []

@@ -200,7 +200,7 @@ def test_launches_whose_agent_or_parent_is_killed_are_told_so_and_the_next_is_fo
     finally:
         launcher.close()
     pids = [event.pid for event in events(updates, RankStarted)]
-    wait_until(lambda: not any(map(ProcessKey.of, pids)), what="the ranks are gone", limit_s=5)
+    wait_until(lambda: not any(map(ProcessKey.of, pids)), what="the ranks are gone")
 
 
 class TestWhatMustNotBeImported:

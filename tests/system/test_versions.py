@@ -109,7 +109,7 @@ def test_a_script_of_another_environment_is_tuned(tmp_path: Path, job: Job, envi
     command = Command(folder, words[0], *options, *words[1:], environ=extensions)
     result = "failed"
     try:
-        _, errors = command.finish(timeout_s=600)
+        _, errors = command.finish()
         result = "warm" if "plain torchrun" not in errors else "torchrun"
     finally:
         if EVERYTHING:
