@@ -221,8 +221,8 @@ def measure_profile(
                 accumulation_option=accumulation_option, ranks=profiled.data_parallel_size
             )
             if sources is not None:
-                own = user.micro_batch if batch is None else batch.own
-                option, counts = global_batch_option(sources, user, micro_batch=own)
+                micro_batch = user.micro_batch if batch is None else batch.own
+                option, counts = global_batch_option(sources, user, micro_batch=micro_batch)
                 profiled = replace(profiled, global_batch_option=option, global_batch_counts=counts)
             return replace(
                 profiled,
