@@ -86,9 +86,11 @@ def _write(target: Path, text: str) -> Path:
 
 
 _CAVEAT = (
-    "These studies were not measured in common rounds: a ratio between two of them holds if nothing else differed, and "
-    "has no interval. What was tuned, on what, and with which versions stands below."
+    "These studies were not measured in common rounds: a ratio between two of them is valid only if nothing else "
+    "differed, and has no interval. Models, machines and versions are below."
 )
+_ALIKE = 1.1
+"""Ratio of speeds of the users' configs up to which conditions count as equal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +120,7 @@ def render_comparison(views: Sequence[StudyView], *, training: Training | None =
         ),
         figure_section(
             id="course",
-            heading="How they came to them",
+            heading="Progress",
             lead="The best of the search so far, over the time since each study's first launch.",
             figure=figures.course_figure(shown),
         ),
@@ -129,13 +131,31 @@ def render_comparison(views: Sequence[StudyView], *, training: Training | None =
         title=f"{' and '.join(names[:3])}{' and more' if len(names) > 3 else ''}: side by side",
         has_figures=bool(sections),
         names=names,
-        caveat=_CAVEAT,
+        caveat=caveat(_own_rates(views)),
         result_rows=rows_of(views, training=training),
         tuned_rows=_tuned_rows(views),
         setting_rows=setting_rows(views),
         sections=sections,
         made=time.strftime("%Y-%m-%d %H:%M"),
     )
+
+
+def caveat(own_rates: Sequence[float]) -> str:
+    """Return the limits of a comparison, with the ratio of the users' configs if their speeds differ."""
+    if not own_rates or max(own_rates) <= _ALIKE * min(own_rates):
+        return _CAVEAT
+    ratio = times_in_words(max(own_rates) / min(own_rates))
+    return (
+        f"{_CAVEAT} Your config is {ratio}x as fast in one study as in another: unless scripts or machines differ, "
+        "conditions did, so compare speed-ups, not speeds."
+    )
+
+
+def _own_rates(views: Sequence[StudyView]) -> list[float]:
+    """Return the measured speeds of the users' configs; empty if numbers of devices differ."""
+    if len({view.spec.slots_per_trial for view in views}) > 1:
+        return []
+    return [rate for view in views if view.baseline is not None and (rate := view.baseline.samples_per_s)]
 
 
 def _names(views: Sequence[StudyView]) -> list[str]:

@@ -16,7 +16,7 @@ from optuna_dsat.report.dashboard.notes import study_note
 from optuna_dsat.report.figures import ComparedStudy, comparison_figure
 from optuna_dsat.report.page import render
 from optuna_dsat.report.view import StudyView
-from optuna_dsat.report.write import _course, render_comparison, rows_of, setting_rows
+from optuna_dsat.report.write import _course, caveat, render_comparison, rows_of, setting_rows
 from optuna_dsat.store import Store
 from optuna_dsat.words import metric_in_words, times_in_words
 from tests.harness.entry_points import leave
@@ -168,3 +168,9 @@ def test_long_names_leave_room_for_bars_and_what_was_not_measured_says_so() -> N
     assert lines[0].startswith("&lt;b&gt;llama")
     assert lines[-1].endswith("\u2026")
     assert [list(bar.text) for bar in figure.data] == [["not measured"] * 2, ["3 samples/s", "not measured"]]
+
+
+def test_a_comparison_names_users_configs_of_different_speeds() -> None:
+    assert "compare speed-ups" not in caveat([])
+    assert "compare speed-ups" not in caveat([10, 10.5])
+    assert "Your config is 2.00x as fast in one study as in another" in caveat([10, 20, 15])
