@@ -237,10 +237,10 @@ class ResultSettings:
     batch: Annotated[
         Literal["free", "keep", "both"],
         what(
-            help="both: the global batch follows the micro-batch, then a fifth of the launches search at the global "
-            "batch of your config. free: the first only. keep: the second only, in every launch.",
-            python_help="``both``: the global batch follows the micro-batch, then a fifth of the launches search at "
-            "the global batch of the user's config. ``free``: the first only. ``keep``: the second only.",
+            help="free: the global batch follows the micro-batch. keep: every launch has the global batch of your "
+            "config. both: free, then keep for a fifth of the launches.",
+            python_help="``free``: the global batch follows the micro-batch. ``keep``: every launch has the global "
+            "batch of the user's config. ``both``: free, then keep for a fifth of the launches.",
             first=True,
         ),
     ] = "both"
