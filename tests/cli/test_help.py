@@ -98,7 +98,7 @@ def test_commands_stand_in_groups(run_here: Run) -> None:
         title: re.findall(r"^  (\w+)  ", body, re.MULTILINE)
         for title, body in re.findall(r"^(\w[\w ]*):\n((?: .*\n)+)", text + "\n", re.MULTILINE)
     }
-    assert groups["Search and train"][0] == "guided"
+    assert groups["Search and train"][0] == "tune"
     assert {"show", "best", "explain", "report"} <= set(groups["Look at a result"])
     assert {"studies", "export", "delete", "db"} == set(groups["Manage studies"])
     named = [name for group in groups.values() for name in group]
