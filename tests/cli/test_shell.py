@@ -242,7 +242,6 @@ def test_a_reader_that_has_had_enough_ends_it_without_a_traceback(finished: Fini
         cwd=finished.folder,
         capture_output=True,
         text=True,
-        timeout=120,
     )
     assert done.stderr == ""
     assert done.stdout == "1\n"

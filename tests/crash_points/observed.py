@@ -20,7 +20,7 @@ from sqlalchemy.pool import NullPool
 from optuna_dsat.trials.attributes import CONFIG_KEY, OUTCOME, SIMPLIFIES
 from tests.crash_points.launcher import Launched
 
-_PATIENCE_S = 2.0
+_PATIENCE_S = 20.0
 """How long the server may take to end connections whose client is gone."""
 
 

@@ -30,7 +30,7 @@ def run(folder: Path, command: str, environ: Mapping[str, str] | None = None) ->
     """Run a command in a shell, as its user would, and return its output."""
     done = subprocess.run(
         ["bash", "-c", command], cwd=folder, env={**os.environ, "PATH": PATH, **(environ or {})}, capture_output=True,
-        text=True, input="", timeout=120, check=False,
+        text=True, input="", check=False,
     )  # fmt: skip
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout

@@ -65,7 +65,6 @@ def test_writers_are_redirected_and_a_subprocess_that_writes_past_that_ends_the_
         env=environ,
         stdin=subprocess.DEVNULL,
         check=False,
-        timeout=240,
     )
     errors = (world / "errors.log").read_text()
     assert done.returncode == 4, errors
