@@ -69,7 +69,7 @@ def notes_in(folder: Path) -> Path:
     return folder / "tmp" / f"optuna-dsat-{os.getuid()}" / "launches"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_is_passed_on_and_nothing_is_left(
     training: subprocess.Popen[str], tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,7 @@ from optuna_dsat.launch.machine.processes import find_marked, kill_leftovers
 from optuna_dsat.launch.protocol import Finished, Settled, SlotsBusyError
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.agent.processes import ProcessKey
-from optuna_dsat.runtime.events import EngineReady, RankFailed, RankFinished, RankStarted, StepMeasured
+from optuna_dsat.runtime.events import EngineReady, RankFailed, RankFinished, StepMeasured
 from tests.harness.launches import DS_CONFIG, STUB, events, reports, request, run, updates_until, updates_until_finished
 from tests.harness.workers import wait_until
 
@@ -90,17 +89,6 @@ def test_one_rank_s_exception_ends_the_launch(warm_launcher: TorchrunLauncher, c
     assert report.started_at + report.held_s >= failed.time
     assert_gone(report.pids)
     assert own_processes(os.getpid()) == before
-
-
-def test_a_rank_that_is_killed_ends_the_launch(launcher: TorchrunLauncher, cwd: Path) -> None:
-    launcher.start(request(cwd, script=STUB, args=("--end", "sleep", "--at", "3"), end_profile_step=5))
-    updates = updates_until(launcher, lambda seen: {event.rank for event in events(seen, StepMeasured)} == {0, 1})
-    victim = next(event.pid for event in events(updates, RankStarted) if event.rank == 1)
-    os.kill(victim, signal.SIGKILL)
-    report = reports(updates_until_finished(launcher))["trial-0000"]
-    assert report.outcome in (Outcome.KILLED, Outcome.HOST_OUT_OF_MEMORY)  # by the kernel's count
-    assert "rank 1: killed" in report.message
-    assert_gone(report.pids)
 
 
 def test_launches_side_by_side_do_not_clash_and_one_is_pruned_in_flight(

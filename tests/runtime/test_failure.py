@@ -113,7 +113,6 @@ def test_a_missing_module_or_memory_inside_initialize_is_no_refusal() -> None:
         assert diagnose(error, phase="initialize", device="cpu", limited=True).outcome == outcome
 
 
-@pytest.mark.parametrize("kind", [RuntimeError, torch.AcceleratorError, torch.distributed.DistBackendError])
 @pytest.mark.parametrize(
     ("message", "outcome", "missing"),
     [
@@ -139,14 +138,13 @@ def test_a_missing_module_or_memory_inside_initialize_is_no_refusal() -> None:
         ("cudaHostRegister failed: CUDA error: OS call failed or operation not supported on this OS", HOST, None),
     ],
 )
-def test_a_lack_of_memory_is_seen_in_every_disguise(
-    kind: type[Exception], message: str, outcome: Outcome, missing: int | None
-) -> None:
-    result = diagnose(kind(message), phase="backward", device="cuda", limited=False)
-    assert (result.outcome, result.missing_bytes) == (outcome, missing)
-    wrapped = ValueError("the step failed")
-    wrapped.__cause__ = kind(message)
-    assert diagnose(wrapped, phase="initialize", device="cuda", limited=False).outcome == outcome
+def test_a_lack_of_memory_is_seen_in_every_disguise(message: str, outcome: Outcome, missing: int | None) -> None:
+    for kind in (RuntimeError, torch.AcceleratorError, torch.distributed.DistBackendError):
+        result = diagnose(kind(message), phase="backward", device="cuda", limited=False)
+        assert (result.outcome, result.missing_bytes) == (outcome, missing)
+        wrapped = ValueError("the step failed")
+        wrapped.__cause__ = kind(message)
+        assert diagnose(wrapped, phase="initialize", device="cuda", limited=False).outcome == outcome
 
 
 @pytest.mark.parametrize(

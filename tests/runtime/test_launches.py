@@ -8,7 +8,6 @@ import re
 import pytest
 
 from optuna_dsat.runtime.events import (
-    STEPS_SKIPPED,
     BatchSourcesFound,
     EngineReady,
     ProfileMeasured,
@@ -17,7 +16,6 @@ from optuna_dsat.runtime.events import (
     RankStarted,
     StepMeasured,
 )
-from optuna_dsat.runtime.measure.engine import MOST_SKIPPED_STEPS
 from tests.harness.ranks import Starter, WarmRanks
 
 pytestmark = pytest.mark.torchrun
@@ -104,39 +102,6 @@ def test_throughput_of_a_script_that_waits_for_data_is_the_known_truth(start: St
     assert samples / elapsed == pytest.approx(2 * 2 * 2 / truth, rel=0.05)
 
 
-def test_a_real_lack_of_memory_is_recorded_as_one(start: Starter, warm_ranks: WarmRanks) -> None:
-    launch = start.torchrun(
-        "configured.py",
-        "--width=2048",
-        "--batch=20000",
-        f"--deepspeed_config={start.user_config}",
-        overlay={"zero_optimization": {"stage": 0}},
-        device_memory_bytes=300 * 2**20,
-        warm=warm_ranks,
-    )
-    assert launch.exit_code == 1
-    failures = [failure for rank in RANKS for failure in launch.of(RankFailed, rank)]
-    starved = [failure for failure in failures if failure.outcome == "out_of_memory"]
-    assert starved
-    assert {failure.outcome for failure in failures} <= {"out_of_memory", "communication_error"}
-    assert starved[0].missing_bytes == 20000 * 2048 * 4
-    assert starved[0].phase in ("between", "forward")  # the batch, or the first layer's output
-
-
-def test_the_scripts_own_mistake_is_recorded_and_ends_the_launch(start: Starter, warm_ranks: WarmRanks) -> None:
-    arguments = ("--by=path", "--fail-at=2", f"--deepspeed_config={start.user_config}")
-    launch = start.torchrun("configured.py", *arguments, warm=warm_ranks)
-    assert launch.exit_code == 1
-    [failure] = launch.of(RankFailed, 1)
-    assert (failure.outcome, failure.error_type) == ("script_error", "ValueError")
-    assert failure.message == "the script's own mistake"
-    assert failure.steps == 2
-    first = failure.traceback.splitlines()[1]
-    assert "configured.py" in first
-    assert 'raise ValueError("the script\'s own mistake")' in launch.log("stderr", 1)
-    assert launch.events(0)[0].kind == "rank_started"
-
-
 def test_a_pipeline_is_measured_batch_by_batch(start: Starter, warm_ranks: WarmRanks) -> None:
     overlay = {"gradient_accumulation_steps": 3, "zero_optimization": {"stage": 0}}
     launch = start.torchrun("pipeline.py", str(start.user_config), overlay=overlay, purpose="profile", warm=warm_ranks)
@@ -198,12 +163,3 @@ def test_steps_that_the_loss_scaler_skips_do_not_count(start: Starter, warm_rank
         [end] = launch.of(RankFinished, rank)
         assert (end.reason, end.steps, end.skipped) == ("profile_done", 5, skipped)
         assert {(step.elements, step.elements_are_tokens) for step in steps} == {(20, True), (30, True), (40, True)}
-
-
-def test_a_launch_does_not_wait_for_ever_for_a_step_that_is_not_skipped(start: Starter, warm_ranks: WarmRanks) -> None:
-    overlay = {"zero_optimization": {"stage": 1}, "fp16": {"enabled": True, "loss_scale": 2.0**60}}
-    launch = start.torchrun("half.py", f"--deepspeed_config={start.user_config}", overlay=overlay, warm=warm_ranks)
-    assert launch.exit_code == 0, launch.output + launch.log("stderr")
-    [end] = launch.of(RankFinished)
-    assert (end.reason, end.steps, end.skipped) == (STEPS_SKIPPED, 0, MOST_SKIPPED_STEPS)
-    assert all(step.skipped and step.number == 1 for step in launch.of(StepMeasured))

@@ -38,7 +38,6 @@ class Random(Lenient, LineageRandomSampler):
 class TestSamplers(BasicSamplerTestCase, SingleOnlySamplerTestCase):
     @pytest.fixture(
         params=[
-            Binary,
             partial(Binary, micro_batch="x", seed=3),
             partial(Guided, planner=small_planner(), seed=3),
             partial(Random, micro_batch="x", seed=3),
