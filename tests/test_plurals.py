@@ -18,7 +18,7 @@ MORE_THAN_ONE = {
     "optuna_dsat/script/batch_rule.py: {most} samples",
     "optuna_dsat/config/space_builder.py: {held_samples} samples",
     "optuna_dsat/integrations/deepspeed_trial/context.py: {model.dp_world_size} copies",
-    "optuna_dsat/script/command/launch_command.py: {', '.join(map(str, counts))} slots",
+    "optuna_dsat/script/command/launcher_options.py: {', '.join(map(str, counts))} slots",
     "optuna_dsat/tuning/options/autotuning.py: {section.num_nodes} nodes",
     "optuna_dsat/guided/prior_knowledge.py: {len(self.launches)} launches",
     "optuna_dsat/integrations/deepspeed_trial/context.py: {self.distributed.size} ranks",

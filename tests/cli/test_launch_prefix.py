@@ -68,7 +68,7 @@ def test_the_launcher_and_its_ranks_are_those_on_the_cpu_unless_there_are_too_fe
     assert "on the CPU, with 2 rank" in capsys.readouterr().err
     result = unfolded(tmp_path, "torchrun", "--nproc_per_node", "8", "train.py")
     assert "--cpu-ranks" not in result
-    assert "fewer ranks than 8, as it has 2 cores" in capsys.readouterr().err
+    assert "fewer ranks than 8, as there are 2 cores" in capsys.readouterr().err
     result = unfolded(tmp_path, "--cpu-ranks", "2", "torchrun", "--nproc_per_node", "1", "train.py")
     assert result.count("--cpu-ranks") == 1
     assert result[result.index("--cpu-ranks") + 1] == "2"

@@ -31,9 +31,7 @@ def complexity(row: dict[str, Any]) -> tuple[int, int, int]:
 def test_what_is_assumed_of_the_host_is_stated(run_here: Run) -> None:
     shape = ("plan", "--params", "1.3B", "--gpu", "a100-80g", "--gpus", "4")
     item = " ".join(run_here(*shape).stdout.split())
-    assert (
-        "Host: 512.00 GiB of memory (assumed; --host-memory), 32 GB/s to each GPU and back by the data sheet." in item
-    )
+    assert "Host: 512.00 GiB of memory (assumed; --host-memory), 32 GB/s to each GPU and back (data sheet)." in item
     assert "network of" not in item
     assert "tokens/s/GPU" in item
     two = " ".join(run_here(*shape, "--nodes", "2", "--host-memory", "1TiB").stdout.split())

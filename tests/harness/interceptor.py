@@ -21,6 +21,7 @@ import pytest
 from optuna_dsat.script.command import interceptor
 from optuna_dsat.script.command.interception import InterceptedRank, intercept
 from optuna_dsat.script.command.launch_command import LaunchCommand, of_rank
+from optuna_dsat.script.command.preparation import until_exit
 
 MODULES = {
     "deepspeed": "deepspeed.launcher.runner",
@@ -95,10 +96,11 @@ def intercept_here(
     python: str | None = None,
     launcher: str | None = None,
     on_notice: Callable[[str], None] = lambda _: None,
+    into: Callable[[], Path] = until_exit,
 ) -> InterceptedRank:
     """Intercept a launcher in this process, and everything else in its own; takes the place of ``intercept``."""
     if launcher not in MODULES:
-        return intercept(words, cwd=cwd, python=python, launcher=launcher, on_notice=on_notice)
+        return intercept(words, cwd=cwd, python=python, launcher=launcher, on_notice=on_notice, into=into)
     before = Path.cwd()
     os.chdir(cwd)
     try:

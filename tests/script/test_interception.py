@@ -83,7 +83,7 @@ def test_what_a_shell_script_changes_is_kept_for_trials_and_the_users_files_stay
         "> train.log\n"
     )
     notices: list[str] = []
-    result = read_command(["bash", "train.sh"], cwd=folder, on_notice=notices.append, into=folder / "out")
+    result = read_command(["bash", "train.sh"], cwd=folder, on_notice=notices.append, into=lambda: folder / "out")
     assert result is not None
     assert notices[1].startswith("It has made, changed or removed link, list, new, old.json, runs/model.pt: trials see")
     copies = f"{result.prepared}{folder}"

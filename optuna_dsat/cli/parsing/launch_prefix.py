@@ -62,13 +62,20 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> Unfol
         return replace(experiment, arguments=[*argv[: start + 1], *experiment.arguments])
 
     from optuna_dsat.script.command.launch_command import read_command
+    from optuna_dsat.script.command.preparation import until_exit
     from optuna_dsat.script.interpreter import named_python
 
     names_module = "-m" in options or "--module" in options
     named = value_given(options, "--python")
     python = None if named is None else named_python(named)
-    parts = [*_in_file(name, value_given(argv[:start], "--options"), cwd=cwd), *options] if name in SEARCHES else []
-    into = _output_dir(parts, cwd=cwd) if name in SEARCHES and "--dry-run" not in options else None
+
+    def given() -> list[str]:
+        return [*_in_file(name, value_given(argv[:start], "--options"), cwd=cwd), *options]
+
+    def into() -> Path:
+        is_kept = name in SEARCHES and "--dry-run" not in options
+        return _output_dir(given(), cwd=cwd) if is_kept else until_exit()
+
     command = None if names_module else read_command(words, cwd=cwd, python=python, on_notice=notify, into=into)
     if command is None and not names_module:
         _refuse_missing(words, cwd=cwd)
@@ -89,6 +96,7 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> Unfol
         target = _target(replace(command, environment={}), named=named is not None, cwd=folder or cwd)
         arguments = [*argv[: start + 1], *ranks, *options, *places, *target]
         return Unfolded(arguments=arguments, folder=folder, environment=command.environment)
+    parts = given()
     engine = value_given(parts, "--on") or "here"
     notes = (*command.notes, *_note_on_nodes(command, engine=engine), *own_notes)
     for note in notes:

@@ -218,7 +218,7 @@ def intercept(
     python: str | None = None,
     launcher: str | None = None,
     on_notice: Callable[[str], None] = lambda _: None,
-    into: Path | None = None,
+    into: Callable[[], Path] = until_exit,
 ) -> InterceptedRank:
     """Run a command without input and return the first rank that it starts.
 
@@ -257,7 +257,7 @@ def intercept(
                     cwd=cwd,
                     environ=environ,
                     output=None if launcher is None else output,
-                    into=into or until_exit(),
+                    into=into,
                 )
         except OSError as error:
             raise UsageError(f"{words[0]} cannot be run: {error.strerror}. {REMEDY}") from None
@@ -353,7 +353,7 @@ def _first_ranks(
     cwd: Path,
     environ: Mapping[str, str],
     output: IO[bytes] | None,
-    into: Path,
+    into: Callable[[], Path],
 ) -> list[dict[str, Any]] | int:
     """Run a command until it starts a rank. Return its record, or the exit code if it starts none.
 
@@ -384,7 +384,7 @@ def _first_ranks(
                 result: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
                 groups.add(int(result["group"]))
                 if apart:
-                    result["prepared"] = keep_prepared(result, folder=record.parent, into=into)
+                    result["prepared"] = keep_prepared(result, folder=record.parent, into=into())
                 if "launcher" in result or ranks_of(result["environment"])[0] is not None:
                     return [result]
                 time.sleep(min(max((time.monotonic() - started) / 2, _SHORTEST_WAIT_S), _LONGEST_WAIT_S))

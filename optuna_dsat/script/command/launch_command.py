@@ -33,6 +33,7 @@ from optuna_dsat.script.command.interception import (
 )
 from optuna_dsat.script.command.interceptor import LAUNCHERS, program
 from optuna_dsat.script.command.launcher_options import facts_of
+from optuna_dsat.script.command.preparation import until_exit
 from optuna_dsat.script.command.source import module_file
 from optuna_dsat.script.interpreter import has_console_script, interpreter_of, module_command, package_folders
 from optuna_dsat.secrecy.references import without_secrets
@@ -116,7 +117,7 @@ def read_command(
     cwd: Path,
     python: str | None = None,
     on_notice: Callable[[str], None] = lambda _: None,
-    into: Path | None = None,
+    into: Callable[[], Path] = until_exit,
 ) -> LaunchCommand | None:
     """Parse a command, in front of which variables may be set; None if its first word is a script, not a launcher.
 
@@ -161,7 +162,7 @@ def _launched(module: str, words: list[str], *, cwd: Path, python: str) -> Launc
 
 
 def _wrapped(
-    words: Sequence[str], *, cwd: Path, python: str | None, on_notice: Callable[[str], None], into: Path | None
+    words: Sequence[str], *, cwd: Path, python: str | None, on_notice: Callable[[str], None], into: Callable[[], Path]
 ) -> LaunchCommand:
     """Run another program until it starts a rank."""
     seen = intercept(words, cwd=cwd, python=python, on_notice=on_notice, into=into)
@@ -282,7 +283,7 @@ def _console_script(
     cwd: Path,
     python: str,
     on_notice: Callable[[str], None],
-    into: Path | None,
+    into: Callable[[], Path],
 ) -> LaunchCommand:
     """Return the command of a console script, with its arguments: its own launch, else its module."""
     trains = _TRAINS.get((module, words[1] if len(words) > 1 else ""))
@@ -309,7 +310,7 @@ def _python(
     cwd: Path,
     python: str,
     on_notice: Callable[[str], None] = lambda _: None,
-    into: Path | None = None,
+    into: Callable[[], Path] = until_exit,
     is_rank: bool = False,
 ) -> LaunchCommand:
     """Parse ``python [options] SCRIPT ...`` or ``python [options] -m MODULE ...``."""
