@@ -140,6 +140,7 @@ ONE_ROW = torch.zeros(1, 6)
         ((ONE_ROW, torch.zeros(8, 6)), 8, 8),  # positions or a mask of all samples
         ((ONE_ROW, torch.zeros(8, 6)), None, 8),
         ((ONE_ROW, torch.zeros(4096, 6)), None, 1),  # patches of an image
+        ((ONE_ROW, torch.zeros(8)), None, 1),  # bounds of seven texts in a row
         ((torch.zeros(30, 30), torch.zeros(8, 12, 30)), 8, 8),  # a graph, and series at its nodes
         ((torch.zeros(24, 6), torch.zeros(8)), 8, 8),  # three rows for each sample, and its label
         ((torch.zeros(8, 6), torch.zeros(32)), 32, 8),  # a part of the loader's batch

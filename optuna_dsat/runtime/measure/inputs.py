@@ -138,17 +138,18 @@ def _samples_in(tensors: Sequence[Any], known: BatchNumbers) -> int:
     all samples (masks, positions, prompts), or belong to no sample (adjacency matrices, noise levels); the other
     tensors then have them.
     """
-    first = tensors[0]
-    count, second = (int(length) for length in (*first.shape, 1)[:2])
-    sizes = known.configured | known.named | {known.loaded}
+    first, depth = tensors[0], len(tensors[0].shape)
+    count, sizes = int(first.shape[0]), known.configured | known.named | {known.loaded}
     likely = (known.configured | known.named if known.loaded is None else {known.loaded}) - {1}
-    is_float, depth = "float" in str(getattr(first, "dtype", "")), len(first.shape)
-    is_sequence = is_float and (depth == 3 or (depth > 3 and second == known.loaded))
-    seconds = sizes - {1} | ({known.loaded} if _holds_tokens(first) else set())
-    if (is_sequence or _holds_tokens(first)) and count not in sizes and second in seconds:
-        return second
+    is_sequence = depth >= 3 and "float" in str(getattr(first, "dtype", ""))
+    if count not in sizes and (is_sequence or _holds_tokens(first)):
+        ambiguous = set() if known.loaded == 1 and not is_sequence else {1}  # sound of one channel
+        if first.shape[1] in ({known.loaded} if depth > 3 else sizes - ambiguous):
+            return int(first.shape[1])
     if count == 1 or (count not in sizes and known.loaded is not None):
-        return next((int(tensor.shape[0]) for tensor in tensors if int(tensor.shape[0]) in likely), count)
+        # Without a loader, a vector may be the bounds of the texts in a row.
+        rows = [int(tensor.shape[0]) for tensor in tensors if known.loaded is not None or len(tensor.shape) > 1]
+        return next((size for size in rows if size in likely), count)
     return count
 
 
