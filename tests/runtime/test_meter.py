@@ -16,7 +16,7 @@ import torch
 
 from optuna_dsat.runtime.events import Event
 from optuna_dsat.runtime.measure.engine import MOST_SKIPPED_STEPS, DeviceClock, SkipDetector
-from optuna_dsat.runtime.measure.inputs import leading_dimension, size_of
+from optuna_dsat.runtime.measure.inputs import InputSize, leading_dimension, size_of
 from tests.harness.meter import Engine, FakeClock, MeterBench, PipelineEngine
 
 
@@ -297,6 +297,12 @@ def test_inputs_of_a_backward_pass_are_one_micro_batch() -> None:
     bench.engine.step()
     step = bench.steps[0]
     assert (step.observed_micro_batch, step.samples, step.elements) == (24, 24, 64)
+    bench.meter._size_of = lambda _: InputSize(samples=4, loaded=8)  # two parts of a loader's batch
+    for _ in range(2):
+        bench.engine(torch.ones(4, 2))
+    bench.engine.backward(torch.tensor(0.5))
+    bench.engine.step()
+    assert (bench.steps[1].observed_micro_batch, bench.steps[1].samples) == (4, 8)
 
 
 @pytest.mark.parametrize("fed", ["engine", "module"])

@@ -23,6 +23,8 @@ class InputSize:
     """Elements of the largest token tensor, including padding; unless the first is one, of the largest tensor."""
     are_tokens: bool = False
     """Whether ``elements`` counts tokens: the first tensor has integers of (samples, length)."""
+    loaded: int | None = None
+    """Samples of the data loader's batch that the inputs are of; None if unknown, or of several passes."""
 
     def __add__(self, other: InputSize) -> InputSize:
         return InputSize(
@@ -114,7 +116,7 @@ def sample_counter(
     def counted(batch: Any) -> InputSize | None:
         size, known = size_of(batch), numbers()
         if size is None:
-            return None if known.loaded is None else InputSize(samples=known.loaded)
+            return None if known.loaded is None else InputSize(samples=known.loaded, loaded=known.loaded)
         tensors = shaped_tensors(batch)
         listed = _listed_samples(batch, known.loaded)
         if any(item is tensors[0] for item in tensors_of(listed)):
@@ -126,7 +128,7 @@ def sample_counter(
         count = size.samples
         if rows[0] == rows[1]:  # else rows are known to be fed
             count = _samples_in(tensors, known) if known.packed is None else known.packed
-        return replace(size, samples=-(-count * rows[1] // rows[0]))
+        return replace(size, samples=-(-count * rows[1] // rows[0]), loaded=known.loaded)
 
     return counted
 

@@ -350,8 +350,7 @@ class Meter:
     def _on_pipeline_input(self, module: Any, args: Any, kwargs: Any) -> None:
         if module.training:
             self._step.pipelined += 1
-            for size in self._fed_sizes((args, kwargs)):
-                self._count(size)
+            self._count(*self._fed_sizes((args, kwargs)))
 
     def _is_training(self) -> bool:
         import torch
@@ -398,19 +397,22 @@ class Meter:
         if not state.fed_from:
             state.fed_from = places_of(sys._getframe(1))
 
-    def _count(self, size: InputSize) -> None:
-        self._step.fed += size
-        self._step.micro_batch = max(size.samples, self._step.micro_batch or 0)
+    def _count(self, *sizes: InputSize) -> None:
+        for size in sizes:
+            self._step.fed += size
+            self._step.micro_batch = max(size.samples, self._step.micro_batch or 0)
 
     def _close_inputs(self, *sizes: InputSize) -> None:
-        """Count inputs before a backward pass as one micro-batch, as large as the largest.
+        """Count inputs before a backward pass as one micro-batch, as large as the largest, unless they are its parts.
 
         They are anchors, positives and negatives, crops of two resolutions, or a discriminator's real and fake samples.
         """
         sizes, self._step.direct = (*sizes, *self._step.direct), []
-        if any(size.samples for size in sizes):
-            largest = max(size.samples for size in sizes)
-            self._count(replace(sum(sizes[1:], sizes[0]), samples=largest))
+        total = sum(sizes, InputSize(samples=0))
+        if sizes and total.samples == sizes[0].loaded:
+            self._count(*sizes)
+        elif total.samples:
+            self._count(replace(total, samples=max(size.samples for size in sizes)))
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -434,8 +436,7 @@ class Meter:
         self._state.phase = "between"
 
     def _finish_step(self) -> None:
-        for size in self._step.passes:  # their backward passes were not the engine's, and may have been several
-            self._count(size)
+        self._count(*self._step.passes)  # without a backward pass of the engine, there may have been several
         self._close_inputs()
         self._close_evaluation()
         self._clock.synchronize()
