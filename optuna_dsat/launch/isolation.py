@@ -94,8 +94,11 @@ class FolderWatch:
         self._begun = False
         self._before: Snapshot | None = None
 
-    def begin(self, request: LaunchRequest, *, here: Path | None = None) -> None:
+    def begin(self, request: LaunchRequest, *, here: Path | None = None) -> str:
         """Note the folders' state before a profile launch, or before the first launch with a stored profile.
+
+        Returns:
+            A sentence for the user if a launch on this machine can change the user's files; else empty.
 
         Args:
             request: The launch.
@@ -103,10 +106,13 @@ class FolderWatch:
                 namespace, some folders may have none.
         """
         if request.isolation == "off" or (self._begun and request.purpose != "profile"):
-            return
+            return ""
         self._begun = True
-        if here is None or request.isolation == "python" or os.geteuid() or why_no_overlay(here):
+        why = "" if here is None or request.isolation == "python" else why_no_overlay(here)
+        if here is None or request.isolation == "python" or os.geteuid() or why:
             self._before = self._users_files(request)
+        is_redirected = here is not None and (request.isolation == "python" or why)
+        return describe_isolation(Conditions(isolation="python", isolation_note=why)) if is_redirected else ""
 
     def check(self, launch: Launch) -> None:
         """End the search where a launch without overlays has changed the user's files all the same.

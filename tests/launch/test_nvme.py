@@ -21,7 +21,7 @@ from optuna_dsat.launch.agent.command import device_environment, write_run_direc
 from optuna_dsat.launch.launcher import TorchrunLauncher, local_launcher
 from optuna_dsat.launch.machine import nvme
 from optuna_dsat.launch.machine.devices import cpu_devices
-from optuna_dsat.launch.machine.journal import TunerNotes, remove_leftovers
+from optuna_dsat.launch.machine.journal import TunerNotes, remove_leftovers, remove_noted
 from optuna_dsat.launch.machine.operators import compile_operators
 from optuna_dsat.launch.protocol import LaunchRequest
 from optuna_dsat.launch.run_directory import OutputError
@@ -164,6 +164,8 @@ def test_the_users_config_keeps_its_own_folder_and_settings(tmp_path: Path, driv
     written = json.loads(directory.launch.read_text())["overlay"]["zero_optimization"]["offload_param"]
     assert Path(written["nvme_path"]).parent == drive / "own"
     assert written.keys() == {"nvme_path"}
+    remove_noted(tmp_path / "journal")
+    assert [path.name for path in drive.iterdir()] == ["mine"]  # without the parents made for the folder
 
 
 KILLED = """

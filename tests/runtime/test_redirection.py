@@ -146,6 +146,9 @@ os.mkdir("t"); Tokenizer(models.BPE({"a": 0}, [])).save("t/a"); Tokenizer.from_f
 assert models.BPE({"a": 0}, []).save("t", "x") == ["t/x-vocab.json", "t/x-merges.txt"] and open("t/x-vocab.json").read()
 numpy.save("array.npy", numpy.ones(4)); mapped = numpy.load("array.npy", mmap_mode="r+"); mapped[0] = 5; mapped.flush()
 assert numpy.load("array.npy")[0] == 5
+numpy.savetxt("d/t", numpy.ones(2)); numpy.savetxt("a", numpy.ones(2)); assert numpy.loadtxt("a").sum() == 2
+import io; raw = io.FileIO("d/b", "w"); raw.write(b"x"); raw.close(); assert open("d/b", "rb").read() == b"x"
+assert isinstance(open("d/b", "rb").raw, io.FileIO) and isinstance(raw, io.FileIO) and isinstance(raw, io.RawIOBase)
 base = sqlite3.connect("rows.sqlite"); base.execute("create table t (a)"); base.commit()
 assert os.path.exists("rows.sqlite")
 bz2.open("a.bz2", "wb").write(b"a"); tarfile.open("d/a.tar", "w").add("a.bz2")

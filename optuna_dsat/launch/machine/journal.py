@@ -257,6 +257,8 @@ def remove_noted(record: Path, *, seen: Collection[Path] = ()) -> Counter[str]:
     shared = {path for path in there - folders if path.parent == SHARED_MEMORY}
     for folder in folders:
         _remove_folder(folder)
+    for value in reversed(values):
+        _remove_if_empty(value)
     record.unlink(missing_ok=True)
     return +Counter(
         processes=processes,
@@ -288,6 +290,14 @@ def _remove_file(value: Any) -> bool:
             Path(path).unlink()
             return True
     return False
+
+
+def _remove_if_empty(value: Any) -> None:
+    """Remove the folder, made for the folder of a launch, that a journal line names, if any; others may use it."""
+    path = value.get("folder_if_empty") if isinstance(value, dict) else None
+    if isinstance(path, str):
+        with contextlib.suppress(OSError, ValueError):
+            Path(path).rmdir()
 
 
 def _made_by(processes: Collection[LaunchProcess]) -> set[Path]:

@@ -188,6 +188,8 @@ def swap_paths(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _new_folder(parent: Path, request: LaunchRequest, journal: Path) -> Path:
     check_room(parent, swap_bytes=request.swap_bytes, locked_bytes=request.locked_bytes)
     folder = parent / f".optuna-dsat-{request.launch_id}-{uuid.uuid4().hex[:12]}"
+    for above in reversed([path for path in folder.parents if not path.exists()]):
+        note(journal, {"folder_if_empty": str(above)})
     note(journal, str(folder))
     try:
         folder.mkdir(parents=True)

@@ -110,7 +110,8 @@ class Here:
 
     def _start(self, waiting: WaitingLaunch, directory: RunDirectory, lease: SlotLease, mark: str) -> Launch:
         request = waiting.request
-        self._changes.begin(request, here=directory.root)
+        if warning := self._changes.begin(request, here=directory.root):
+            self._notify(warning)
         prepared = prepare_launch(request, directory, lease, pool=self._pool, base_env=self._base_env, mark=mark)
         processes = MachineLaunch.start(
             request,

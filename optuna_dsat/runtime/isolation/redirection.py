@@ -47,9 +47,11 @@ def redirect_writes(upper: Path, *, folders: Sequence[str], passed: Sequence[str
         replace_function(os, name, replacement)
     replace_function(io, "open", redirection.open)
     replace_function(io, "open_code", redirection.open_code)
+    replace_function(io, "FileIO", redirection.file_io(io.FileIO))
     shutil._use_fd_functions = False  # type: ignore[attr-defined]
     ImportWatch(
         {name: getattr(redirection, name) for name in ("sqlite3", "subprocess", "torch", "safetensors", "tokenizers")}
+        | {"numpy.lib._datasource": redirection.numpy}
     ).install()
 
 
@@ -244,6 +246,26 @@ class _Redirection:
 
     def open_code(self, path: str) -> Any:
         return _open_code(self._real(path))
+
+    def file_io(self, base: Any) -> Any:
+        """Return a class that redirects files opened by ``io.FileIO``; files of ``open`` are its instances as well."""
+        open_file = self.os_open
+
+        class Kind(type):
+            def __instancecheck__(cls, instance: Any) -> bool:
+                return isinstance(instance, base)
+
+        class FileIO(base, metaclass=Kind):  # type: ignore[misc]
+            def __init__(self, file: Any, mode: str = "r", closefd: bool = True, opener: Any = None) -> None:
+                if opener is None and not isinstance(file, int):
+                    opener = lambda _, flags: open_file(file, flags, 0o666)  # noqa: E731
+                super().__init__(file, mode, closefd, opener)
+
+        return FileIO
+
+    def numpy(self, module: Any) -> None:
+        """Redirect files of ``savetxt`` and ``loadtxt``."""
+        module._file_openers._file_openers[None] = self.open
 
     def sqlite3(self, module: ModuleType) -> None:
         """Redirect databases of ``sqlite3``."""
