@@ -286,6 +286,8 @@ def test_a_program_that_is_not_there_is_named(tmp_path: Path, first: tuple[str, 
     """It was 'No such option: -n', as what follows the program was taken for options of the search."""
     with pytest.raises(UsageError, match=r"^no-mpirun: no file in .* and no program"):
         unfolded(tmp_path, *first, "no-mpirun", "-n", "2", "python", "train.py")
+    with pytest.raises(UsageError, match=r"^no-uv: no file in .* and no program"):
+        unfolded(tmp_path, *first, "no-uv", "run", "torchrun", "--nproc_per_node", "2", "train.py")
     assert unfolded(tmp_path, "train.py", "--max-trials", "3") == ["random", "train.py", "--max-trials", "3"]
 
 

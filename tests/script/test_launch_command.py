@@ -270,6 +270,12 @@ def test_settings_of_accelerates_yaml_that_a_config_file_replaces_are_reported_a
     assert launched("accelerate", words).notes == (
         "accelerate ignores 'zero_stge' of its deepspeed_config; 'zero_stage' is probably meant.",
     )
+    unknown = "deepspeed_config:\n  path: ds.json\n  speed: 1\n"
+    (folder / "acc.yaml").write_text(ACCELERATE_CONFIG.replace("deepspeed_config:\n", unknown))
+    assert launched("accelerate", words).notes == (
+        "accelerate ignores 'path' of its deepspeed_config; 'deepspeed_config_file' is probably meant.",
+        "accelerate ignores 'speed' of its deepspeed_config; it has no such setting.",
+    )
 
 
 def test_a_launcher_in_a_process_of_its_own_says_what_it_refuses(folder: Path) -> None:

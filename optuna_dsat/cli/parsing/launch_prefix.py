@@ -115,7 +115,11 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> Unfol
 def _refuse_missing(words: Sequence[str], *, cwd: Path) -> None:
     """Raise if the command's program does not exist: its options would be parsed as the search's."""
     name = words[0]
-    if any(word.startswith("-") and word != "--" for word in words[1:2]) and not Path(cwd, name).exists():
+    from optuna_dsat.script.command.interceptor import LAUNCHERS
+
+    starts_launcher = any(Path(word).name in (*LAUNCHERS, "python", "python3") for word in words[1:])  # such as uv
+    has_option = any(word.startswith("-") and word != "--" for word in words[1:2])
+    if (has_option or starts_launcher) and not Path(cwd, name).exists():
         from optuna_dsat.script.command.interception import REMEDY
 
         raise UsageError(f"{name}: no file in {cwd}, and no program that can be found (PATH). {REMEDY}")

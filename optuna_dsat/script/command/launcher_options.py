@@ -130,7 +130,7 @@ def _accelerate(options: Mapping[str, Any]) -> dict[str, Any]:
         "elsewhere": _given({"--num_machines": machines if machines > 1 else None}),
         "gpus": None if gpus in (None, "all") else _gpu_indices(str(gpus)),
         "config": config,
-        "notes": (*_misspelt_fields(fields), *(_dropped_fields(fields, config) if config else ())),
+        "notes": (*_ignored_fields(fields), *(_dropped_fields(fields, config) if config else ())),
     }
 
 
@@ -142,12 +142,16 @@ def _gpu_indices(text: str) -> str:
     return text
 
 
-def _misspelt_fields(fields: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a note on each setting in accelerate's YAML that accelerate ignores, as its name is misspelt."""
-    known = (*_OF_A_CONFIG, "zero3_init_flag", "deepspeed_config_file", "deepspeed_hostfile")
-    for name in fields:
-        if name not in known and (meant := near_key(name, known)):
-            yield f"accelerate ignores {name!r} of its deepspeed_config; {meant!r} is probably meant."
+def _ignored_fields(fields: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a note on each DeepSpeed setting in accelerate's YAML that accelerate ignores."""
+    known = (*_OF_A_CONFIG, *_WITH_A_CONFIG)
+    for name, value in fields.items():
+        if name in known:
+            continue
+        of_file = "deepspeed_config_file" if str(value).endswith((".json", ".hjson")) else ""
+        meant = of_file or near_key(name, known)
+        remedy = f"{meant!r} is probably meant" if meant else "it has no such setting"
+        yield f"accelerate ignores {name!r} of its deepspeed_config; {remedy}."
 
 
 def _dropped_fields(fields: Mapping[str, Any], config: str) -> tuple[str, ...]:
@@ -166,6 +170,11 @@ _OF_A_CONFIG = (
     *(f"offload_{part}_{what}" for part in ("optimizer", "param") for what in ("device", "nvme_path")),
 )
 """Fields of accelerate's ``deepspeed_config`` that a config file excludes (``_deepspeed_config_checks``, 1.15)."""
+_WITH_A_CONFIG = (
+    *("zero3_init_flag", "deepspeed_config_file", "deepspeed_hostfile", "deepspeed_moe_layer_cls_names"),
+    *("deepspeed_exclusion_filter", "deepspeed_inclusion_filter", "deepspeed_multinode_launcher"),
+)
+"""Its other fields: options of ``accelerate launch``."""
 
 
 _READERS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
