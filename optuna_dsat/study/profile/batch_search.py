@@ -92,7 +92,7 @@ def find_batch_rule(
         if mapped and guess.kind != "config":
             continue
         if guess.kind == "config" and len(fed) > 1:  # a guess that failed has shown it
-            if all(Fraction(*guess.rows) * size == rows for size, rows in fed.items()):
+            if observed != present and all(Fraction(*guess.rows) * size == rows for size, rows in fed.items()):
                 return guess
             if set(fed.values()) == {observed}:
                 continue
