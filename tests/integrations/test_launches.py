@@ -153,7 +153,7 @@ for _ in range(9):
     launch = start.torchrun(script(start, text), user_config_path="", warm=warm_ranks)
     assert launch.exit_code != 0
     assert "Accelerator(cpu=True)" in launch.log("stderr")
-    assert "guided accelerate launch" not in launch.log("stderr")
+    assert "tune accelerate launch" not in launch.log("stderr")
 
 
 def test_lightnings_trainer_follows_the_trial(tmp_path: Path, warm_ranks: WarmRanks) -> None:

@@ -128,7 +128,7 @@ def test_why_it_is_the_best_stands_on_the_page(view: StudyView, rendered: str) -
     assert result.contributions[0].knob in page.text
     assert times_in_words(present(result.contributions[0].factor)) in page.text
     assert f"all together {times_in_words(present(result.speed_up))} measured" in page.text
-    assert f"it is bound by {result.bound}" in page.text
+    assert f"(fitted model): bound by {result.bound}" in page.text
     assert all(text in page.text for text in result.proposals)
 
 
