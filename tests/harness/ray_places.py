@@ -19,7 +19,7 @@ from optuna_dsat.launch.machine.nvml import DeviceError
 from optuna_dsat.launch.places import ray_engine, ray_place
 from optuna_dsat.launch.places.engine import ClusterError, Place, PlaceState
 from optuna_dsat.launch.places.ray_engine import RayEngine
-from tests.harness.workers import HANG_S
+from tests.harness.workers import HANG_S, ended
 
 Seen = dict[str, Any]
 
@@ -58,18 +58,10 @@ def agent_of(node: int, name: str) -> int:
     return pid
 
 
-def lives(pid: int) -> bool:
-    """Return whether a process runs."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def loss(engine: RayEngine, place: Place, pids: list[int]) -> Seen:
     """Wait until an allocation is lost and its agents are gone; return the seconds that this took, and why it is."""
     lost_s = until(engine, lambda: place.state is PlaceState.LOST)
-    return {"lost_s": lost_s, "gone_s": until(engine, lambda: not any(map(lives, pids))), "why": place.why}
+    return {"lost_s": lost_s, "gone_s": until(engine, lambda: all(map(ended, pids))), "why": place.why}
 
 
 def refused(engine: RayEngine) -> Seen:
@@ -102,7 +94,7 @@ def queued(engine: RayEngine) -> Seen:
         pongs |= {(node, isinstance(pong["sent"], float)) for node, pong in text}
     engine.release(first)
     granted = ready(engine, second)
-    result |= {"first": first.state, "left": [pid for pid in pids if lives(pid)]}
+    result |= {"first": first.state, "left": [pid for pid in pids if not ended(pid)]}
     os.kill(granted[0], signal.SIGKILL)
     return {**result, "killed": loss(engine, second, granted)}
 

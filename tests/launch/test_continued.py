@@ -119,13 +119,20 @@ def test_stages_of_a_pipeline_send_their_shapes_anew(launcher: TorchrunLauncher,
     assert [report.root for report in reported] == ["", *[reported[0].launch_id] * 2]
 
 
-def test_another_structure_and_a_request_that_does_not_continue_are_launched(run: Run) -> None:
-    first, _ = run("first")
-    staged, _ = run("staged", config={"zero_optimization": {"stage": 1}})
-    other, _ = run("other", size=8, continues=False)
-    third, _ = run("third", size=2)
-    assert staged.root == other.root == third.root == ""
-    assert_gone([*first.pids, *staged.pids, *other.pids])
+@pytest.mark.parametrize(
+    ("changes", "continued"),
+    [
+        ({"size": 2}, True),
+        ({"config": {"zero_optimization": {"stage": 1}}}, False),
+        ({"size": 8, "continues": False}, False),
+        ({"device_memory_bytes": 2**30}, False),
+    ],
+)
+def test_another_structure_and_a_request_that_does_not_continue_are_launched(
+    tmp_path: Path, changes: dict[str, Any], continued: bool
+) -> None:
+    running: Any = SimpleNamespace(request=trial(tmp_path, "first"))
+    assert (_changes_for(running, trial(tmp_path, "second", **changes)) is not None) is continued
 
 
 def test_accumulation_follows_where_the_engine_counts_and_ranks_leave_when_nothing_continues_them(
@@ -203,18 +210,9 @@ def test_batches_that_the_script_makes_are_continued_only_where_all_have_the_siz
     assert (_changes_for(running, wanted) == {"train_micro_batch_size_per_gpu": 4}) is continues
 
 
-def test_an_error_at_a_size_is_not_blamed_on_it(run: Run) -> None:
-    run("first", "--end", "raise", "--end-size", "8")
-    failed, _ = run("second", "--end", "raise", "--end-size", "8", size=8)
-    assert failed.afresh
-    assert "this size is not for me" in failed.error_excerpt
-    alone, _ = run("alone", "--end", "raise", "--end-size", "8", size=8)
-    assert (alone.outcome, alone.afresh) == (Outcome.SCRIPT_ERROR, False)
-
-
 def test_out_of_memory_ends_the_launch_and_counts(run: Run) -> None:
-    first, _ = run("first", "--end", "memory", "--end-size", "8")
-    full, _ = run("second", "--end", "memory", "--end-size", "8", size=8)
+    first, _ = run("first", "--out-of-memory-size", "8")
+    full, _ = run("second", "--out-of-memory-size", "8", size=8)
     assert (full.outcome, full.root, full.afresh) == (Outcome.OUT_OF_MEMORY, first.launch_id, False)
     assert_gone(first.pids)
     third, _ = run("third", size=2)

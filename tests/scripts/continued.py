@@ -38,9 +38,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--epochs", type=int, default=100)
     parser.add_argument("--step-s", type=float, default=0.0)
-    parser.add_argument("--end", default="", choices=("", "raise", "memory"))
-    parser.add_argument("--end-size", type=int, default=0)
-    parser.add_argument("--end-rank", type=int, default=1)
+    parser.add_argument("--out-of-memory-size", type=int, default=0)
     parser.add_argument("--touch", default="", help="have a subprocess make this file")
     args = parser.parse_args()
     if args.touch:
@@ -62,11 +60,8 @@ def main() -> None:
             inputs = batch
             if not isinstance(batch, torch.Tensor):
                 inputs = batch["inputs"] if isinstance(batch, dict) else batch[0]
-            if len(inputs) == args.end_size and int(os.environ["RANK"]) == args.end_rank:
-                if args.end == "raise":
-                    raise ValueError("this size is not for me")
-                if args.end == "memory":
-                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            if len(inputs) == args.out_of_memory_size and int(os.environ["RANK"]) == 1:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
             engine.backward(engine(inputs).square().mean())
             time.sleep(args.step_s)
             engine.step()

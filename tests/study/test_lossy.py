@@ -46,7 +46,7 @@ class Lossy(Hill):
 
 
 def tuned(bench: StudyBench, hill: Lossy, **changes: Any) -> StudyResult:
-    return bench.run(bench.spec(**{"method": "guided", "max_trials": 12, "allow": ("lossy",), **changes}), hill)
+    return bench.run(bench.spec(**{"method": "guided", "max_trials": 8, "allow": ("lossy",), **changes}), hill)
 
 
 def loss_launches(bench: StudyBench) -> list[str]:

@@ -120,7 +120,7 @@ def test_stages_to_search_contradict_a_stage_that_stays() -> None:
 def test_a_search_changes_nothing_else(bench: EntryPointBench) -> None:
     hill = Hill()
     bench.landscape = hill
-    optuna_dsat.tune("train.py", "ds.json", only=["batch"], max_trials=6, confirm=0, cpu_ranks=2)
+    optuna_dsat.tune("train.py", "ds.json", only=["batch"], method="binary", max_trials=6, confirm=0, cpu_ranks=2)
     sections = [dict(config["zero_optimization"]) for config in hill.configs]
     assert sections == [sections[0]] * len(sections)
     assert len({config[MICRO_BATCH] for config in hill.configs}) > 2
