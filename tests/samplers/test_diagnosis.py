@@ -21,7 +21,7 @@ from optuna_dsat.guided.planner import GuidedPlanner
 from optuna_dsat.guided.problem import Problem
 from optuna_dsat.guided.run_probability import RunProbability
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.pruners import AshaPruner, DeepSpeedPruner
+from optuna_dsat.pruners import DeepSpeedPruner
 from optuna_dsat.samplers import BinarySearchSampler, GuidedSampler, LineageRandomSampler
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH, STRUCTURE, ZERO_STAGE
@@ -229,13 +229,12 @@ def method(name: str, space: Any) -> tuple[BaseSampler, BasePruner]:
         return GuidedSampler(planner=planner, seed=5), NopPruner()
     if name == "random":
         return LineageRandomSampler(planner=planner, seed=5), DeepSpeedPruner()
-    sampler = BinarySearchSampler(planner=None if name == "binary, plain" else planner, seed=5)
-    return sampler, AshaPruner() if name == "asha" else NopPruner()
+    return BinarySearchSampler(planner=None if name == "binary, plain" else planner, seed=5), NopPruner()
 
 
 @pytest.mark.parametrize(
     ("name", "least"),
-    [("binary", 1), ("random", 2), ("asha", 1), ("guided", 1), ("guided", 2), ("binary, plain", 2)],
+    [("binary", 1), ("random", 2), ("guided", 2), ("binary, plain", 2)],
 )
 def test_few_launches_are_lost_to_stages_that_fail(kit: SimpleNamespace, name: str, least: int) -> None:
     space = space_from(0)

@@ -70,9 +70,8 @@ def test_a_rate_counts_the_ranks_that_train_different_samples(ranks: int | None,
     assert problem.metric_of(float(log_objective[0])) == pytest.approx(rate)
 
 
-@pytest.mark.parametrize("expected_gib", [40, 6])
-def test_where_little_fits_it_climbs_to_what_does(kit: SimpleNamespace, expected_gib: int) -> None:
-    hardware = replace(HARDWARE, device_memory_bytes=expected_gib * GIB)
+def test_where_little_fits_it_climbs_to_what_does(kit: SimpleNamespace) -> None:
+    hardware = replace(HARDWARE, device_memory_bytes=40 * GIB)
     planner = GuidedPlanner(small_problem(hardware=hardware))
     study, machine = guided(kit, planner), Machine(device_gib=5.0)
     machine.run(study, 10)
@@ -117,7 +116,7 @@ def test_failures_and_foreign_trials_neither_break_nor_stop_it(kit: SimpleNamesp
     study.add_trial(create_trial(params={"lr": 0.1}, distributions={"lr": odd["lr"]}, value=9.0))
     study.add_trial(create_trial(params={"lr": 0.1, MICRO_BATCH: 3}, distributions=odd, value=9.0))
     study.add_trial(create_trial(state=TrialState.FAIL))
-    for outcome in [Outcome.SCRIPT_ERROR, Outcome.INVALID_CONFIG, Outcome.TIMEOUT, Outcome.COMMUNICATION_ERROR] * 3:
+    for outcome in [Outcome.SCRIPT_ERROR, Outcome.INVALID_CONFIG, Outcome.TIMEOUT, Outcome.COMMUNICATION_ERROR]:
         trial = study.ask()
         machine.space.suggest(trial)
         trial.set_user_attr(attributes.OUTCOME, outcome.value)
