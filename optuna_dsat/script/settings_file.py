@@ -23,6 +23,8 @@ from optuna_dsat.runtime.trial_config import settings_told
 
 _OPTIONS = ("--deepspeed_config", "--deepspeed-config", "--deepscale_config", "--deepspeed")
 """Options that name the config by convention: DeepSpeed's and the Hugging Face Trainer's."""
+_OF_CONFIGS = _OPTIONS[:3]
+"""Options whose file is the config whatever it contains; ``--deepspeed`` may be a flag in front of another argument."""
 _KEYS = ("deepspeed", "deepspeed_config", "deepspeed_config_file", "ds_config")
 """Keys that name the config in settings files, at any level."""
 _SURE = frozenset({"zero_optimization", "train_micro_batch_size_per_gpu"})
@@ -43,6 +45,11 @@ def find_config(args: Sequence[str], *, cwd: Path) -> Path | None:
     Conventional options come first, then any argument that is a config, then settings files, whose paths are relative
     to the working directory or to the file.
     """
+    named = (cwd / value for option, value in _pairs(args) if option in _OF_CONFIGS)
+    if (
+        config := next((path for path in named if path.suffix in (".json", ".hjson") and path.is_file()), None)
+    ) is not None:
+        return config
     by_option = [value for option, value in _pairs(args) if option in _OPTIONS]
     others = [value for _, value in _pairs(args)]
     for value in (*by_option, *others):

@@ -10,6 +10,8 @@ import pytest
 import yaml
 
 from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH
+from optuna_dsat.config.user_file import load
+from optuna_dsat.errors import ConfigError
 from optuna_dsat.script.settings_file import (
     SettingsCopy,
     find_config,
@@ -308,6 +310,14 @@ def folder(tmp_path: Path) -> Path:
 def test_an_argument_names_the_config_and_an_option_of_it_comes_first(folder: Path, args: str) -> None:
     (folder / "a.json").write_text(CONFIG)
     assert find_config(args.split(), cwd=folder) == folder / "ds.json"
+
+
+def test_a_config_that_cannot_be_read_is_found_by_its_option_and_refused(folder: Path) -> None:
+    (folder / "broken.json").write_text('{"zero_optimization": ')
+    found = find_config(["--deepspeed_config", "broken.json", "other.json"], cwd=folder)
+    with pytest.raises(ConfigError, match=r"broken\.json"):
+        load(found)
+    assert find_config(["--deepspeed", "broken.json"], cwd=folder) is None
 
 
 def test_an_option_that_names_a_missing_config_is_found(folder: Path) -> None:
