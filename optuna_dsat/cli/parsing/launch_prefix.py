@@ -105,6 +105,8 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> Unfol
     target = _target(command, named=named is not None, cwd=folder or cwd)
     if command.prepared:
         places += ["--prepared", command.prepared]
+        if value_given(parts, "--isolation") == "off":
+            notify("With --isolation off trials do not see what the command has made: make it beforehand.")
     if command.launcher and value_given(options, "--train-launcher") is None:
         places += ["--train-launcher", command.launcher]
     if command.binds_cores:
