@@ -13,7 +13,6 @@ from pathlib import Path
 
 from optuna_dsat.doctor.finding import Finding, Status, finding_of
 from optuna_dsat.errors import UsageError
-from optuna_dsat.launch.isolation import why_no_overlay
 from optuna_dsat.launch.machine.devices import Device, Devices, cpu_devices, detect_devices
 from optuna_dsat.launch.machine.host import available_memory_bytes
 from optuna_dsat.launch.machine.nvme import SIZE_BYTES, measure
@@ -21,6 +20,7 @@ from optuna_dsat.launch.machine.nvml import DeviceError, Nvml, NvmlError
 from optuna_dsat.launch.machine.owners import foreign_holders, users_in_words
 from optuna_dsat.runtime.agent.operators import extensions_dir
 from optuna_dsat.runtime.files import file_system
+from optuna_dsat.runtime.isolation.mounts import why_no_overlay
 from optuna_dsat.runtime.measure.memory import host_memory_bytes
 from optuna_dsat.words import bytes_in_words, things_in_words
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-import subprocess
-import sys
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,29 +17,10 @@ from typing import NamedTuple
 from optuna_dsat.errors import ScriptFailedError
 from optuna_dsat.launch.launch import Launch
 from optuna_dsat.launch.protocol import Conditions, LaunchRequest
-from optuna_dsat.runtime.isolation import mounts
+from optuna_dsat.runtime.isolation.mounts import why_no_overlay
 
 PROTECTED = "Trials write to overlays: your files stay as they are."
-_PROBE_S = 10.0
 _STRENGTH = ("off", "python", "mount")
-
-
-def why_no_overlay(folder: Path) -> str:
-    """Return why launches with run directories in a folder get no overlays; empty if a process could mount one."""
-    try:
-        ended = subprocess.run(
-            [sys.executable, "-I", "-S", mounts.__file__, str(folder)],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_PROBE_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return str(error)
-    return (
-        "" if ended.returncode == 0 else (ended.stderr.strip().rpartition("\n")[2] or f"exit code {ended.returncode}")
-    )
 
 
 def weakest_isolation(launches: Iterable[Conditions]) -> Conditions:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from optuna.trial import TrialState
 
-from optuna_dsat.launch.isolation import why_no_overlay
+from optuna_dsat.runtime.isolation.mounts import why_no_overlay
 from optuna_dsat.study.command import training_command
 from optuna_dsat.study.result import write_best
 from optuna_dsat.study.spec import make_spec

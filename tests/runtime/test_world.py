@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.launch.isolation import why_no_overlay
 from optuna_dsat.runtime.files import mount_points
+from optuna_dsat.runtime.isolation.mounts import why_no_overlay
 from optuna_dsat.runtime.isolation.prepared import REMOVED
 from optuna_dsat.runtime.isolation.world import World, WorldPlan, _unmappable, covered_folders, named_folders
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from optuna_dsat.errors import UsageError
-from optuna_dsat.launch.isolation import why_no_overlay
+from optuna_dsat.runtime.isolation.mounts import why_no_overlay
 from optuna_dsat.runtime.isolation.prepared import REMOVED
 from optuna_dsat.script.command.interception import _set_by_command, is_wrapper, ranks_of, starts_launcher
 from optuna_dsat.script.command.launch_command import LaunchCommand, read_command
@@ -210,6 +210,17 @@ def test_what_launches_nothing_says_so(folder: Path) -> None:
     (folder / "prepare.sh").write_text("exit 3\n")
     with pytest.raises(UsageError, match=r"`bash prepare\.sh` ended with exit code 3 and launched no training"):
         read(folder, "bash", "prepare.sh")
+
+
+def test_a_command_that_would_write_to_the_users_files_says_so_before_it_runs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("optuna_dsat.script.command.interception.why_no_overlay", lambda _: "not permitted")
+    (folder / "train.sh").write_text("exit 1\n")
+    notices: list[str] = []
+    with pytest.raises(UsageError):
+        read(folder, "bash", "train.sh", notices=notices)
+    assert notices[0].endswith("No overlay can be mounted (not permitted): it writes to your files.")
 
 
 def test_the_error_of_a_launcher_in_a_shell_script_is_shown(folder: Path) -> None:

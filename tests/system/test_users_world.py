@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from optuna_dsat.launch.isolation import why_no_overlay
+from optuna_dsat.runtime.isolation.mounts import why_no_overlay
 from tests.harness.commands import OPTIONS, Command
 from tests.harness.users_world import shared, state, world
 from tests.harness.workers import wait_until

@@ -1,6 +1,6 @@
 """Mounts of a launch: a private mount namespace with overlays, created by direct system calls.
 
-Imports only the standard library, since ``python mounts.py FOLDER`` is the probe of ``launch/isolation.py``. Sources:
+Imports only the standard library, since ``python mounts.py FOLDER`` is the probe of ``why_no_overlay``. Sources:
 mount_namespaces(7), user_namespaces(7), Documentation/filesystems/overlayfs.rst.
 """
 
@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import os
 import stat
+import subprocess
 import sys
 import tempfile
 
@@ -17,6 +18,7 @@ _CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
 _MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
 _MNT_DETACH = 2
 """``linux/sched.h``, ``linux/mount.h``, ``sys/mount.h``."""
+_PROBE_S = 10.0
 
 
 def _call(name: str, *arguments: object) -> None:
@@ -106,6 +108,24 @@ def bind(descriptor: int, target: str) -> None:
 def unmount(target: str) -> None:
     """Remove a mount, even if it is in use."""
     _call("umount2", os.fsencode(target), _MNT_DETACH)
+
+
+def why_no_overlay(folder: str | os.PathLike[str]) -> str:
+    """Return why launches with run directories in a folder get no overlays; empty if a process could mount one."""
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-I", "-S", __file__, os.fspath(folder)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_PROBE_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return (
+        "" if ended.returncode == 0 else (ended.stderr.strip().rpartition("\n")[2] or f"exit code {ended.returncode}")
+    )
 
 
 def _probe(parent: str) -> None:

@@ -26,6 +26,7 @@ from typing import IO, Any
 
 from optuna_dsat.errors import UsageError
 from optuna_dsat.runtime.files import open_regular, read_regular, shortened
+from optuna_dsat.runtime.isolation.mounts import why_no_overlay
 from optuna_dsat.runtime.isolation.world import World, plan_apart
 from optuna_dsat.runtime.user_code import called_name, parsed_source
 from optuna_dsat.script.command import interceptor
@@ -231,10 +232,12 @@ def intercept(
         UsageError: If it ends without starting a rank.
     """
     line = f"`{shlex.join(without_secrets(words))}`"
+    why = "" if launcher is not None else why_no_overlay(Path(tempfile.gettempdir()))
     if launcher is None:
+        apart = "Trials see what it writes, your files do not change."
+        real = f"No overlay can be mounted ({why}): it writes to your files."
         on_notice(
-            f"Running {line} up to the launch of a training, which is read and not started. Trials see what it writes, "
-            "your files do not change."
+            f"Running {line} up to the launch of a training, which is read and not started. {real if why else apart}"
         )
     with tempfile.TemporaryDirectory(prefix="optuna-dsat-launch-") as made:
         folder = Path(made)
@@ -274,7 +277,7 @@ def intercept(
             f"{line} ended{how} and launched no training: neither by deepspeed, torchrun or accelerate, nor by a "
             f"Python script that begins to train with DeepSpeed. {REMEDY}"
         )
-    if launcher is None and (world.mode != "mount" or world.reason):
+    if launcher is None and not why and (world.mode != "mount" or world.reason):
         on_notice(f"{line} wrote to your files until its launch, as no overlay can be mounted: {world.reason}.")
     result, *others = records
     made_before: Prepared = result.get("prepared", Prepared())
