@@ -24,7 +24,7 @@ from optuna_dsat.runtime.trial_config import settings_told
 _OPTIONS = ("--deepspeed_config", "--deepspeed-config", "--deepscale_config", "--deepspeed")
 """Options that name the config by convention: DeepSpeed's and the Hugging Face Trainer's."""
 _OF_CONFIGS = _OPTIONS[:3]
-"""Options whose file is the config whatever it contains; ``--deepspeed`` may be a flag in front of another argument."""
+"""Options whose file is always the config; ``--deepspeed`` may be a flag in front of another argument."""
 _KEYS = ("deepspeed", "deepspeed_config", "deepspeed_config_file", "ds_config")
 """Keys that name the config in settings files, at any level."""
 _SURE = frozenset({"zero_optimization", "train_micro_batch_size_per_gpu"})

@@ -75,7 +75,7 @@ def find_batch_rule(
     """Micro-batch of a launch -> rows that its engine was fed."""
 
     def holds(proof: LaunchRecord, size: int, *, guess: BatchRule) -> bool:
-        if _tokens(proof) == _tokens(record) != set():  # a pack is fed whatever the batch size
+        if _tokens(proof) == _tokens(record) != set():  # a pack is fed at any batch size
             fed[size] = observed
             return False
         if proof.observed_micro_batch is not None:
