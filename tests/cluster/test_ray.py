@@ -305,7 +305,7 @@ def test_a_training_that_loses_a_node_leaves_no_rank(cluster: RayCluster, tmp_pa
         assert re.search(r"^optuna-dsat: Node [01] of the training has given no answer for 4 s\.$", errors, re.M)
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
     pids = [int(word) for word in noted.read_text().split()]
     wait_until(lambda: all(map(ended, pids)), what="ranks and what they started are gone")
 
