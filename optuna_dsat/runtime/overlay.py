@@ -77,10 +77,17 @@ def checkpoint_every(config: Mapping[str, Any]) -> int:
     return int((config.get(MODEL) or {}).get(CHECKPOINT_EVERY) or 0)
 
 
-def with_script_s_checkpointing(overlay: Mapping[str, Any], user: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an overlay over the ``user``'s config that leaves the script's checkpointing on where both have it."""
-    both = bool(checkpoint_every(user)) and checkpoint_every(overlay) == checkpoint_every(user)
-    return merge(overlay, {MODEL: {CHECKPOINT_EVERY: None}} if both else {})
+def over_command(overlay: Mapping[str, Any], user: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an overlay of a launch over the ``user``'s config, with what the user's command does itself.
+
+    Its checkpointing is left on where both have it, and its ranks keep their own cores unless the overlay differs.
+    """
+    settings: dict[str, Any] = {}
+    if checkpoint_every(user) and checkpoint_every(overlay) == checkpoint_every(user):
+        settings[CHECKPOINT_EVERY] = None
+    if binds_cores(user) and (overlay.get(MODEL) or {}).get(BIND_CORES) is None:
+        settings[BIND_CORES] = True
+    return merge(overlay, {MODEL: settings} if settings else {})
 
 
 def is_compiled(config: Mapping[str, Any]) -> bool:

@@ -11,7 +11,7 @@ from optuna_dsat.config import ds_config
 from optuna_dsat.cost.memory import swap_needs
 from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
 from optuna_dsat.runtime.events import EngineReady, Event, RankStarted
-from optuna_dsat.runtime.overlay import BIND_CORES, MODEL, binds_cores, is_compiled, with_script_s_checkpointing
+from optuna_dsat.runtime.overlay import is_compiled, over_command
 from optuna_dsat.script.trial_class import CHECKPOINTS, RUNNER, complete_training
 from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.study.space import hardware_of
@@ -61,8 +61,6 @@ def launch_request(
     whole config if that is not the user's with the overlay. Steps default to the study's, later ones in a compiled
     engine. ``profiled`` is for space on NVMe.
     """
-    if binds_cores(spec.ds_config) and (overlay.get(MODEL) or {}).get(BIND_CORES) is None:
-        overlay = ds_config.merge(overlay, {MODEL: {BIND_CORES: True}})
     compiled = is_compiled(overlay)
     later = steps_to_compile(spec) if compiled and start_profile_step is None else 0
     first = (spec.start_profile_step if start_profile_step is None else start_profile_step) + later
@@ -76,7 +74,7 @@ def launch_request(
         purpose=purpose,
         command=script_command(spec),
         ds_config=_with_global_batch(config, spec),
-        overlay=with_script_s_checkpointing(overlay, spec.ds_config),
+        overlay=over_command(overlay, spec.ds_config),
         slots=spec.slots_per_trial,
         start_profile_step=first,
         end_profile_step=last,
@@ -130,7 +128,7 @@ def full_request(
         purpose="full",
         command=command,
         ds_config=_with_global_batch(config, spec),
-        overlay=with_script_s_checkpointing(overlay, spec.ds_config),
+        overlay=over_command(overlay, spec.ds_config),
         slots=spec.slots_per_trial,
         env={**threads, **spec.script.environment},
     )

@@ -83,8 +83,7 @@ def environment(base: dict[str, str], *, kind: str = "cpu", purpose: str = "tria
 def test_ranks_that_have_their_own_cores_share_the_physical_ones_and_launches_side_by_side_have_others(
     tmp_path: Path,
 ) -> None:
-    pool, asked = SlotPool(cpu_devices(2)), replace(golden_request(), overlay={MODEL: {BIND_CORES: True}})
-    seen = []
+    pool, asked, seen = SlotPool(cpu_devices(2)), replace(golden_request(), overlay={MODEL: {BIND_CORES: True}}), []
     for slots in (1, 1):
         directory = RunDirectory.create(tmp_path, "trial-0007")
         with patch("os.sched_getaffinity", return_value=set(range(2, 10))), patch("psutil.cpu_count", return_value=8):

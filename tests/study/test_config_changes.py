@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from optuna_dsat.config.ds_config import batch_overlay, flatten
+from optuna_dsat.runtime.overlay import over_command
 from optuna_dsat.script.batch_rule import BatchRule
 from optuna_dsat.script.trainer import ScriptTrainer
 from optuna_dsat.study.config_changes import (
@@ -42,6 +43,8 @@ def test_an_optimizer_on_the_host_may_gain_from_bound_cores() -> None:
     bound = {**offloaded, "optuna_dsat": {"bind_cores": True}}
     assert core_binding_in_words(bound, ranks=2) == model_change_in_words(bound, bound) == ""
     assert "deepspeed --bind_cores_to_rank" in model_change_in_words(bound, offloaded)
+    assert over_command({}, bound) == {"optuna_dsat": {"bind_cores": True}}
+    assert over_command({"optuna_dsat": {"bind_cores": False}}, bound) == {"optuna_dsat": {"bind_cores": False}}
     assert core_binding_in_words(offloaded, ranks=1) == core_binding_in_words(BEST, ranks=2) == ""
 
 
