@@ -88,9 +88,9 @@ class FolderWatch:
             return ""
         self._begun = True
         why = "" if here is None or request.isolation == "python" else why_no_overlay(here)
-        if here is None or request.isolation == "python" or os.geteuid() or why:
+        is_redirected = here is not None and (request.isolation == "python" or bool(why))
+        if here is None or is_redirected or os.geteuid():
             self._before = self._users_files(request)
-        is_redirected = here is not None and (request.isolation == "python" or why)
         return describe_isolation(Conditions(isolation="python", isolation_note=why)) if is_redirected else ""
 
     def check(self, launch: Launch) -> None:

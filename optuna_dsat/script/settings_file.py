@@ -45,15 +45,12 @@ def find_config(args: Sequence[str], *, cwd: Path) -> Path | None:
     Conventional options come first, then any argument that is a config, then settings files, whose paths are relative
     to the working directory or to the file.
     """
-    named = (cwd / value for option, value in _pairs(args) if option in _OF_CONFIGS)
-    if (
-        config := next((path for path in named if path.suffix in (".json", ".hjson") and path.is_file()), None)
-    ) is not None:
-        return config
-    by_option = [value for option, value in _pairs(args) if option in _OPTIONS]
-    others = [value for _, value in _pairs(args)]
-    for value in (*by_option, *others):
-        path = cwd / value
+    pairs = [(option, cwd / value) for option, value in _pairs(args)]
+    for option, path in pairs:
+        if option in _OF_CONFIGS and path.suffix in (".json", ".hjson") and path.is_file():
+            return path
+    by_option = [path for option, path in pairs if option in _OPTIONS]
+    for path in (*by_option, *(path for _, path in pairs)):
         if looks_like_config(path):
             return path
     return next((named for _, named in _named_by_settings(args, cwd=cwd)), None)

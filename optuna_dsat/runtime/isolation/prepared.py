@@ -7,6 +7,7 @@ The folder of prepared files has a file's path below it: ``PREPARED/a/b`` is ``/
 from __future__ import annotations
 
 import contextlib
+import filecmp
 import os
 import shutil
 import stat
@@ -21,24 +22,17 @@ _MOST_BYTES = 2**30
 _NOT_PREPARED = frozenset({"__pycache__", ".git"})
 
 
-def changes_between(root: Path, layers: Sequence[tuple[str, Path]]) -> Iterator[str]:
-    """Yield the paths that overlays have made, changed or removed: each removed folder once, no new folder's content.
+def changes(root: Path, folder: str, upper: Path) -> Iterator[str]:
+    """Yield the paths that an overlay, mounted over a folder in ``root``, has made, changed or removed.
 
-    Args:
-        root: The root directory in which the overlays are mounted.
-        layers: Each overlay's folder, and its upper layer.
+    Of a new or removed folder, only its own path. ``upper`` is the upper layer.
     """
-    for folder, upper in layers:
-        yield from _changes(root, folder, upper)
-
-
-def _changes(root: Path, folder: str, upper: Path) -> Iterator[str]:
     written, before, now = (_names(path) for path in (upper, Path(folder), _below(root, folder)))
     for name in sorted((written | (before - now)) - _NOT_PREPARED):
         path, inner = os.path.join(folder, name), upper / name
         seen = _below(root, path)
         if name in now and name in before and _is_dir(seen) and _is_dir(Path(path)):
-            yield from _changes(root, path, inner)
+            yield from changes(root, path, inner)
         elif _differs(seen, Path(path)):
             yield path
 
@@ -69,7 +63,7 @@ def _differs(seen: Path, before: Path) -> bool:
             return True
         if not stat.S_ISREG(seen.lstat().st_mode) or not seen.lstat().st_size:
             return False
-        return not before.is_file() or seen.read_bytes() != before.read_bytes()
+        return not before.is_file() or not filecmp.cmp(seen, before, shallow=False)
     return False
 
 

@@ -81,7 +81,8 @@ def keep_prepared(rank: Mapping[str, Any], *, folder: Path, into: Path) -> Prepa
     plan = plan_apart(str(folder))
     world = World.load(plan.record)
     without = {*world.passed, *_output_of(rank["process"])}
-    changed = [path for path in prepared.changes_between(root, world.layers(root, plan)) if path not in without]
+    overlays = world.layers(root, plan)
+    changed = [path for overlay in overlays for path in prepared.changes(root, *overlay) if path not in without]
     changed.sort(key=lambda path: not path.startswith(f"{cwd}/"))
     if not changed:
         return Prepared()
@@ -106,8 +107,11 @@ def _digest(folder: Path) -> str:
     """Return a digest of the names, links and contents of a folder."""
     result = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
-        content = str(path.readlink()).encode() if path.is_symlink() else path.read_bytes() if path.is_file() else b""
-        result.update(f"{path.relative_to(folder)}:{len(content)}:".encode() + content)
+        content = str(path.readlink()) if path.is_symlink() else ""
+        if path.is_file() and not path.is_symlink():
+            with path.open("rb") as file:
+                content = hashlib.file_digest(file, "sha256").hexdigest()
+        result.update(f"{path.relative_to(folder)}:{len(content)}:{content}".encode(errors="surrogateescape"))
     return result.hexdigest()[:12]
 
 
