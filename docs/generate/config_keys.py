@@ -20,7 +20,7 @@ _HEAD = """# Config keys
 
 <!-- Written by `python -m docs.generate.config_keys`; do not edit. -->
 
-What a search does with the keys of your DeepSpeed config. All other keys are passed on unchanged.
+How a search treats the keys of your DeepSpeed config. All other keys are passed on unchanged.
 
 ## Knobs
 

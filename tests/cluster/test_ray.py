@@ -307,7 +307,7 @@ def test_a_training_that_loses_a_node_leaves_no_rank(cluster: RayCluster, tmp_pa
         process.kill()
         process.wait()
     pids = [int(word) for word in noted.read_text().split()]
-    wait_until(lambda: all(map(ended, pids)), what="ranks and what they started are gone")
+    wait_until(lambda: all(map(ended, pids)), what="ranks and their children are gone")
 
 
 def test_each_node_runs_torchrun_with_its_own_number_and_the_address_of_the_first() -> None:

@@ -106,7 +106,7 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> Unfol
     if command.prepared:
         places += ["--prepared", command.prepared]
         if value_given(parts, "--isolation") == "off":
-            notify("With --isolation off trials do not see what the command has made: make it beforehand.")
+            notify("With --isolation off trials do not see the files that the command has made: make them beforehand.")
     if command.launcher and value_given(options, "--train-launcher") is None:
         places += ["--train-launcher", command.launcher]
     if command.binds_cores:
@@ -116,9 +116,9 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> Unfol
 
 def _refuse_missing(words: Sequence[str], *, cwd: Path) -> None:
     """Raise if the command's program does not exist: its options would be parsed as the search's."""
-    name = words[0]
     from optuna_dsat.script.command.interceptor import LAUNCHERS
 
+    name = words[0]
     starts_launcher = any(Path(word).name in (*LAUNCHERS, "python", "python3") for word in words[1:])  # such as uv
     has_option = any(word.startswith("-") and word != "--" for word in words[1:2])
     if (has_option or starts_launcher) and not Path(cwd, name).exists():

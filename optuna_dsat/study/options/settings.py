@@ -204,8 +204,8 @@ class PlaceSettings:
     prepared: Annotated[
         StrPath | None,
         running(
-            help="Folder of files that trials see at their places: DIR/a/b as /a/b. A shell script that is tuned keeps "
-            "there what it writes before its launch.",
+            help="Folder of files that trials see at their places: DIR/a/b as /a/b. The search keeps there the files "
+            "that a shell script writes before its launch.",
             metavar="DIR",
             text_type=Path | None,
         ),
