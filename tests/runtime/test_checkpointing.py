@@ -329,6 +329,7 @@ def switchable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     modules = [sys.modules[name] for name in (TORCH_CHECKPOINT, DEEPSPEED_CHECKPOINT)]
     monkeypatch.setattr(modules[0], "_checkpoint_without_reentrant_generator", generator_of(modules[0]))
     monkeypatch.setattr(modules[1], "is_configured", lambda: True)
+    monkeypatch.setattr(modules[1], "non_reentrant_checkpoint", modules[1].non_reentrant_checkpoint)
     yield
     for module in modules:
         del module.CheckpointFunction.apply
@@ -345,9 +346,10 @@ def generator_of(module: Any) -> Any:
         (partial(checkpoint, use_reentrant=False), None),
         (partial(checkpoint, use_reentrant=True), None),
         (deepspeed.checkpointing.checkpoint, None),
+        (lambda *args: deepspeed.checkpointing.non_reentrant_checkpoint(*args), None),
         (None, checkpoint_wrapper),
     ],
-    ids=["not-reentrant", "reentrant", "deepspeed", "wrapped"],
+    ids=["not-reentrant", "reentrant", "deepspeed", "deepspeed-not-reentrant", "wrapped"],
 )
 def test_calls_of_the_script_are_switched_off(call: Any, wrap: Any) -> None:
     model = Chain(*(wrap(Block()) if wrap else Block() for _ in range(2)))
