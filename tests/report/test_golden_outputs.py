@@ -56,7 +56,11 @@ def outputs(
 
 
 def masked(text: str, names: Mapping[str, str]) -> str:
-    """Return a text without the parts that differ between runs and machines; long commands are not folded."""
+    """Return a text without the parts that differ between runs and machines; long commands are not folded.
+
+    Numbers have 9 digits: the last bits of a logarithm differ between processors.
+    """
+    text = re.sub(r"\d+\.\d{9,}(e-?\d+)?", lambda number: f"{float(number[0]):.9g}", text)
     text = re.sub(r" \\\n\s*", " ", text)
     for name, shown in {**names, "\r\n": "\n"}.items():
         text = text.replace(name, shown)

@@ -338,6 +338,8 @@ def test_what_fails_with_more_steps_is_not_handed_over() -> None:
     result = judged(TRIALS, rounds)
     assert result.result.number == 2
     assert next(contender for contender in result.contenders if contender.number == 1).left.startswith("out of memory")
+    slower = rounds_of({OWN: [10.0] * 3, 1: [16.0] * 2, 2: [9.0] * 3}).with_launch(launch(1, 3, None))
+    assert "The best other, trial 2 with" in verdict_in_words(judged(TRIALS, slower), metric="throughput")[0]
 
 
 def test_rounds_are_stored_as_plain_values() -> None:

@@ -42,6 +42,8 @@ class Measured:
     """Counted steps of its launches in rounds."""
     left: str = ""
     """Reason for which it was dropped from the rounds; empty while it is compared."""
+    failed: bool = False
+    """Whether that reason is a failed launch."""
 
     @property
     def number(self) -> int:

@@ -396,6 +396,7 @@ class _Judge:
             differing=self._differing(number),
             steps=sum(launch.steps for launch in launches),
             left=left,
+            failed=failed is not None,
         )
 
     def _has_left(self, number: int) -> bool:

@@ -117,9 +117,11 @@ def ratio_in_words(ratio: Interval, *, to: str = "") -> str:
 
 
 def _runner_up(verdict: Verdict) -> Measured | None:
-    """Return the best config of the rounds except the user's; None if the rounds compare no other config."""
+    """Return the best config of the rounds, except the user's, whose launches succeeded; None without any."""
     others = [
-        contender for contender in verdict.contenders if not contender.is_user_config and contender.speed_up is not None
+        contender
+        for contender in verdict.contenders
+        if contender.speed_up is not None and not contender.is_user_config and not contender.failed
     ]
     return next(
         (contender for contender in others if contender.number == verdict.best.number), others[0] if others else None
