@@ -181,7 +181,7 @@ class LaunchReport(Record):
     def failure_in_words(self) -> str:
         """The cause, with the last line of the error unless already included."""
         last = _RANK.sub("", self.error_excerpt.strip().rpartition("\n")[2].strip())
-        return self.cause if last in self.cause else f"{self.cause} ({last})"
+        return self.cause if all(part in self.cause for part in last.split(": ", 1)) else f"{self.cause} ({last})"
 
     @property
     def held_s(self) -> float:

@@ -5,11 +5,13 @@ Components that ran are not at fault. Suspects are the other components shared b
 other components of a stalled launch, because a stall costs far more time than an error, and a component that an error
 names itself: a stage below 3 if the model is built within ``deepspeed.zero.Init``. Launches at larger micro-batches
 than any that ran may have failed because of their size, so at least one of the two launches must have a size that ran.
+While nothing ran, nothing is compared: a structure is given up after ``_HOPELESS`` launches.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -41,6 +43,9 @@ _OFFLOADS = {OFFLOAD_OPTIMIZER: 1, OFFLOAD_PARAM: 3}
 _NONE = "none"
 """Value of the knob without offload."""
 
+_HOPELESS = 3
+"""Failed launches of a structure after which it is given up although none of another structure ran."""
+
 _Component = tuple[str, Any]
 _BELOW_3 = ("stage below", 3)
 _TELLING = {
@@ -56,7 +61,7 @@ class StructureFailures:
     """Evidence from failed launches against structures."""
 
     avoided: Sequence[Mapping[str, Any]] = ()
-    """Structures (partial knobs) at which a launch is expected to fail; empty until a launch has run."""
+    """Structures (partial knobs) at which a launch is expected to fail."""
     proven_size: int | None = None
     """Largest micro-batch that ran, if launches failed at larger ones of structures that never ran; else None."""
     ran: frozenset[frozenset[_Component]] = frozenset()
@@ -92,8 +97,12 @@ def structure_failures(trials: Iterable[FrozenTrial], *, micro_batch: str = MICR
             failed.append((trial, components, size))
             if isinstance(choices := trial.distributions.get(ZERO_STAGE), CategoricalDistribution):
                 stages.update(dict.fromkeys(choices.choices))
-    if not ran or not failed:
+    if not failed:
         return StructureFailures()
+    if not ran:
+        times = Counter(components for _, components, _ in failed)
+        hopeless = {components for components, count in times.items() if count >= _HOPELESS}
+        return StructureFailures(avoided=_matching(hopeless, stages))
     beyond = any(size > largest and components not in ran for _, components, size in failed)
     return StructureFailures(
         avoided=_matching(_suspects(failed, frozenset().union(*ran), largest), stages),

@@ -26,6 +26,8 @@ def test_a_failure_in_words_ends_with_the_last_line_of_its_error() -> None:
     text = replace(failed, error_excerpt="Traceback\nOSError: no disk\n")
     assert text.failure_in_words == "the script left with sys.exit(1) (OSError: no disk)"
     assert replace(failed, error_excerpt="sys.exit(1)").failure_in_words == failed.failure_in_words
+    shown = replace(failed, message="OSError in backward: no disk", error_excerpt="Traceback\nOSError: no disk")
+    assert shown.failure_in_words == "OSError in backward: no disk"
 
 
 def test_the_directory_of_an_earlier_launch_is_moved_aside(tmp_path: Path) -> None:

@@ -78,8 +78,11 @@ def test_stages_that_ran_are_not_blamed() -> None:
     assert stages(launch(0), launch(2), launch(3, ERROR), launch(3, ERROR, size=2)) == [3]
 
 
-def test_nothing_is_avoided_while_nothing_ran() -> None:
-    assert structure_failures([launch(1, ERROR), launch(2, ERROR)]).avoided == ()
+def test_while_nothing_ran_a_structure_is_given_up_after_three_launches() -> None:
+    """A search of a script that fails anywhere went on until its budget was spent."""
+    failed = [launch(1, ERROR), launch(2, ERROR), launch(1, "rank 0: ValueError: 3"), launch(2, ERROR)]
+    assert stages(*failed) == []
+    assert stages(*failed, launch(1, ERROR)) == [1]
 
 
 def test_an_offload_is_blamed_for_what_fails_with_it() -> None:
