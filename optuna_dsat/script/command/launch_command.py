@@ -17,6 +17,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from optuna_dsat.errors import UsageError
@@ -138,18 +139,19 @@ def read_command(
         if ranks is not None:
             variables = {name: value for name, value in variables.items() if not is_of_launch(name)}
         return _with_environment(_with_ranks(command, ranks, nodes), variables)
+    run = partial(_wrapped, cwd=cwd, on_notice=on_notice, into=into)
     file = _program(words[0], cwd=cwd, python=python) if words else None
     launcher = None if file is None else _launcher_of(file)
     if file is None or launcher is None:
         wraps = bool(words) and is_wrapper(words[0], cwd=cwd)
-        return _wrapped(words, cwd=cwd, python=python, on_notice=on_notice, into=into) if wraps else None
+        return run(words, python=python) if wraps else None
     if launcher == "python":
         interpreter = python or os.path.abspath(file)  # noqa: PTH100
-        return _python(words, cwd=cwd, python=interpreter, on_notice=on_notice, into=into)
+        return _python(words, cwd=cwd, python=interpreter, run=run)
     interpreter = python or interpreter_of(file) or sys.executable
     if launcher in MAINS:
         return _launched(launcher, list(words[1:]), cwd=cwd, python=interpreter)
-    return _console_script(launcher, words, cwd=cwd, python=interpreter, on_notice=on_notice, into=into)
+    return _console_script(launcher, words, python=interpreter, run=run)
 
 
 def _launched(module: str, words: list[str], *, cwd: Path, python: str) -> LaunchCommand:
@@ -179,7 +181,7 @@ def _wrapped(
 
 def of_rank(seen: InterceptedRank, *, cwd: Path) -> LaunchCommand:
     """Return the command of an intercepted rank."""
-    result = _python(seen.words, cwd=seen.folder, python=seen.python, is_rank=True)
+    result = _python(seen.words, cwd=seen.folder, python=seen.python)
     if seen.launcher is not None:
         result = replace(result, without_launcher=False, **facts_of(seen.launcher, seen.options))
     else:
@@ -277,20 +279,14 @@ def _main_module(file: Path) -> str | None:
 
 
 def _console_script(
-    module: str,
-    words: Sequence[str],
-    *,
-    cwd: Path,
-    python: str,
-    on_notice: Callable[[str], None],
-    into: Callable[[], Path],
+    module: str, words: Sequence[str], *, python: str, run: Callable[..., LaunchCommand]
 ) -> LaunchCommand:
     """Return the command of a console script, with its arguments: its own launch, else its module."""
     trains = _TRAINS.get((module, words[1] if len(words) > 1 else ""))
     if trains is not None:
         return LaunchCommand(script=trains, is_module=True, args=tuple(words[2:]), python=python)
     if _launches(module, python):
-        return _wrapped(words, cwd=cwd, python=python, on_notice=on_notice, into=into)
+        return run(words, python=python)
     return LaunchCommand(script=module, is_module=True, args=tuple(words[1:]), python=python)
 
 
@@ -305,15 +301,12 @@ def _launches(module: str, python: str) -> bool:
 
 
 def _python(
-    words: Sequence[str],
-    *,
-    cwd: Path,
-    python: str,
-    on_notice: Callable[[str], None] = lambda _: None,
-    into: Callable[[], Path] = until_exit,
-    is_rank: bool = False,
+    words: Sequence[str], *, cwd: Path, python: str, run: Callable[..., LaunchCommand] | None = None
 ) -> LaunchCommand:
-    """Parse ``python [options] SCRIPT ...`` or ``python [options] -m MODULE ...``."""
+    """Parse ``python [options] SCRIPT ...`` or ``python [options] -m MODULE ...``.
+
+    ``run`` runs a script until it starts a rank; None for the command of a rank.
+    """
     rest = program(words)
     if not rest:
         raise UsageError(f"{' '.join(words[:2])} runs no file; give a script or a module (-m).")
@@ -324,19 +317,18 @@ def _python(
         module = None if file is None else _launcher_of(file)
         if module in MAINS:
             return _launched(module, rest[1:], cwd=cwd, python=python)
-        if is_rank and module not in (None, "python"):  # a console script, which trains in its own process
+        if run is None and module not in (None, "python"):  # a console script, which trains in its own process
             return LaunchCommand(script=module, is_module=True, args=tuple(rest[1:]), python=python)
-        if not is_rank and starts_launcher(cwd / rest[0], cwd=cwd):
-            return _wrapped([words[0], *rest], cwd=cwd, python=python, on_notice=on_notice, into=into)
+        if run is not None and starts_launcher(cwd / rest[0], cwd=cwd):
+            return run([words[0], *rest], python=python)
         return LaunchCommand(script=rest[0], args=tuple(rest[1:]), without_launcher=True, notes=notes, python=python)
     if not rest[1:]:
         raise UsageError(f"{' '.join(words)} names no module.")
     _, module, *args = rest
     if module in MAINS:
         return _launched(module, args, cwd=cwd, python=python)
-    file = None if is_rank else module_file(module, cwd, python=python)
-    if file is not None and starts_launcher(file, cwd=cwd):
-        return _wrapped([words[0], *rest], cwd=cwd, python=python, on_notice=on_notice, into=into)
+    if run is not None and (file := module_file(module, cwd, python=python)) and starts_launcher(file, cwd=cwd):
+        return run([words[0], *rest], python=python)
     return LaunchCommand(
         script=module, is_module=True, args=tuple(args), without_launcher=True, notes=notes, python=python
     )
