@@ -259,8 +259,9 @@ class Tuner:
             return
         outcomes = Counter(t.user_attrs[attributes.OUTCOME] for t in trials if attributes.OUTCOME in t.user_attrs)
         counts = outcomes_in_words(outcomes)
+        ended = "none is left that may run" if reason is EndReason.EXHAUSTED else reason
         raise NothingRunnableError(
-            f"No configuration could be measured ({counts or 'nothing was launched'}). The search ended: {reason}. "
+            f"No configuration could be measured ({counts or 'nothing was launched'}). The search ended: {ended}. "
             f"{self._commonest_failure()}The logs lie in {self._spec.study_dir}."
         )
 
