@@ -121,7 +121,7 @@ def doctor(
         print_findings(findings)
     code = exit_code(findings)
     if code:
-        notify("optuna-dsat: no launch can run before what is FATAL above is mended.")
+        notify("optuna-dsat: no launch can run until the FATAL problems above are fixed.")
         raise typer.Exit(code)
 
 

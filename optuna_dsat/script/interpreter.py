@@ -133,9 +133,7 @@ def usable(python: str) -> Installation:
             f"newer. {_REMEDY}"
         )
     if result.missing:
-        raise UsageError(
-            f"{python}, the interpreter of the script, has no {' and no '.join(result.missing)}. {_REMEDY}"
-        )
+        raise UsageError(f"{python} has no {' and no '.join(result.missing)}. {_REMEDY}")
     return result
 
 
@@ -170,7 +168,7 @@ def default_python() -> str:
             reasons.append(str(error).removesuffix(f" {_REMEDY}"))
         else:
             return installation.python
-    raise UsageError(" ".join([*reasons, _REMEDY]))
+    raise UsageError(" ".join(["No interpreter can run the script.", *reasons, _REMEDY]))
 
 
 def script_python(named: str | None) -> str | None:

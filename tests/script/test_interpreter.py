@@ -122,7 +122,9 @@ def test_a_machine_without_any_names_what_each_lacks(empty: Path, monkeypatch: p
     monkeypatch.setattr(sys, "executable", str(empty / "bin" / "python"))
     monkeypatch.setenv("VIRTUAL_ENV", str(empty))
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(UsageError, match=rf"^{empty}/bin/python.* has no torch and no DeepSpeed\. Name .* --python\.$"):
+    with pytest.raises(
+        UsageError, match=rf"^No interp.*\. {empty}/bin/python has no torch and no DeepSpeed\. Name .* --python\.$"
+    ):
         default_python()
 
 
