@@ -122,7 +122,7 @@ def outcome_in_words(outcome: str) -> str:
 
 
 def outcomes_in_words(counts: Mapping[str, int]) -> str:
-    """Return how many launches ended how, such as ``12 measured, 2 out of memory``; empty for none."""
+    """Return how many trials ended how, such as ``12 measured, 2 out of memory``; empty for none."""
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{count} {_outcomes(outcome, count)}" for outcome, count in ordered)
 

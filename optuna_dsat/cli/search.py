@@ -220,7 +220,7 @@ def run_request(
         end.result = result
     try:
         if result is not None and show:
-            show_result(result, as_json=as_json, price=price)
+            show_result(result, as_json=as_json, price=price, request=request)
     finally:  # Ctrl-C may have ended the reader of stdout, too
         if ended.interrupted and ended.storage:
             say(f"Interrupted. Continue with: {stopping.remedy}", file=sys.stderr)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from optuna_dsat.cli.tables import UNBOUNDED, print_table
@@ -11,12 +12,14 @@ from optuna_dsat.escape.terminal import say, say_prose
 from optuna_dsat.launch.isolation import PROTECTED
 from optuna_dsat.metrics import shares_of_linear
 from optuna_dsat.secrecy.references import hidden_text, without_secrets
+from optuna_dsat.store import display_url
 from optuna_dsat.study.config_changes import changes_in_words
+from optuna_dsat.study.confirm.verdict import Verdict, VerdictKind
 from optuna_dsat.study.confirm.words import answers_in_words, remarks_in_words
-from optuna_dsat.study.end_reason import BUDGETS, headroom_in_words
-from optuna_dsat.study.options.declaration import options_in
+from optuna_dsat.study.end_reason import BUDGETS, EndReason, headroom_in_words
+from optuna_dsat.study.options.declaration import options_in, stored_command
 from optuna_dsat.study.result import SameBatch, StudyResult
-from optuna_dsat.study.spec import StudySpec
+from optuna_dsat.study.spec import StudyRequest, StudySpec
 from optuna_dsat.words import (
     count_in_words,
     metric_in_words,
@@ -35,8 +38,10 @@ if TYPE_CHECKING:
 _NOT_LISTED = frozenset({"script", "ds_config", "script_args", "dry_run", "json_output"})
 
 
-def show_result(result: StudyResult, *, as_json: bool, price: float | None = None) -> None:
-    """Print a result as text, with what the search cost at a price per GPU hour, or as one JSON object."""
+def show_result(
+    result: StudyResult, *, as_json: bool, price: float | None = None, request: StudyRequest | None = None
+) -> None:
+    """Print a result as text, with its cost at a price per GPU hour and the commands that continue, or as JSON."""
     if as_json:
         print(json.dumps(result.to_json(), indent=2))
         return
@@ -64,6 +69,20 @@ def show_result(result: StudyResult, *, as_json: bool, price: float | None = Non
         say_prose(remark)
     if result.headroom is not None and result.reason in BUDGETS:
         say_prose(headroom_in_words(result.headroom, spent=True))
+    if request is not None:
+        url, reason = display_url(request.storage), result.reason
+        for line in continuing(request.spec, storage=url, reason=reason, verdict=result.verdict):
+            say(line)
+
+
+def continuing(spec: StudySpec, *, storage: str, reason: str | None, verdict: Verdict | None) -> Iterator[str]:
+    """Yield the commands for more trials, if a budget ended the search, and for more rounds, if they are undecided."""
+    resume = partial(stored_command, "resume", spec.name, storage=storage)
+    if reason in BUDGETS:
+        more = ("--max-trials", str(2 * spec.max_trials)) if reason == EndReason.BUDGET else ()
+        yield f"More trials: {resume(*more)}"
+    if verdict is not None and verdict.kind is VerdictKind.NOT_CONFIRMED:
+        yield f"More rounds: {resume('--confirm-time', '3600')}"
 
 
 def _show_configs(result: StudyResult) -> None:
@@ -92,14 +111,14 @@ def _throughput(result: StudyResult) -> str:
 
 
 def _cost(result: StudyResult, price: float | None) -> str:
-    """Return why the search ended, its launches and GPU minutes, and their cost at a price per GPU hour."""
+    """Return why the search ended, its trials and GPU minutes, and their cost at a price per GPU hour."""
     minutes = slot_time_in_words(result.slot_minutes * 60, result.device)
     if price is not None:
         minutes += (
             f", which cost {result.slot_minutes / 60 * price:,.2f} at {price:,.2f} per {slot_name(result.device)} hour"
         )
     running = f", {count_in_words(result.continued)} of them in a running engine" if result.continued else ""
-    return f"The search ended: {result.reason}. Launches: {outcomes_in_words(result.launches)}{running}; {minutes}."
+    return f"The search ended: {result.reason}. Trials: {outcomes_in_words(result.launches)}{running}; {minutes}."
 
 
 def show_by_gpus(result: Sequence[AtGpus], *, best: StudyResult, as_json: bool = False) -> None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from optuna_dsat.store import Store
     from optuna_dsat.study.stored import StoredStudy
 
-_COLUMNS = ("study", "method", "script", "launches", "metric", "best", "trial", "known by", "speed-up", "created")
+_COLUMNS = ("study", "method", "script", "trials", "metric", "best", "trial", "known by", "speed-up", "created")
 _DROPPED = ("created", "script", "metric", "known by", "method")
 """Columns of ``studies`` that a narrow terminal leaves out, the first first."""
 _MOST_SHOWN = 5
@@ -65,7 +65,7 @@ def studies(storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
             "study": study.spec.name,
             "method": study.spec.method,
             "script": study.spec.script.script,
-            "launches": f"{study.launches_used}/{study.spec.max_trials}",
+            "trials": f"{study.launches_used}/{study.spec.max_trials}",
             "metric": study.metric,
             "device": study.spec.device,
             **_result(study)[0],
@@ -147,7 +147,7 @@ def show(name: LatestName = None, storage: Storage = DEFAULT_STORAGE, as_json: J
 
 
 def launch_lines(outcomes: Mapping[str, int], simplifying: Mapping[str, int], *, used: int, most: int) -> Iterator[str]:
-    """Yield the number of launches by outcome; those that do not count, as they simplify or were lost, are separate."""
+    """Yield the number of trials by outcome; those that do not count, as they simplify or were lost, are separate."""
     from optuna_dsat.outcome import Outcome
     from optuna_dsat.words import outcomes_in_words, things_in_words
 
@@ -155,12 +155,12 @@ def launch_lines(outcomes: Mapping[str, int], simplifying: Mapping[str, int], *,
         outcomes_in_words({outcome: count for outcome, count in each.items() if outcome != Outcome.LOST})
         for each in (outcomes, simplifying)
     )
-    yield f"Launches: {used} of at most {most}{f' ({counted})' if counted else ''}."
+    yield f"Trials: {used} of at most {most}{f' ({counted})' if counted else ''}."
     if beyond:
-        yield f"Not counted: a launch of the best without settings that may have no effect ({beyond})."
+        yield f"Not counted: a trial of the best without settings that may have no effect ({beyond})."
     if lost := outcomes.get(Outcome.LOST, 0) + simplifying.get(Outcome.LOST, 0):
-        taken = things_in_words(lost, "launch")
-        yield f"Not counted: {taken} that a stop or a crash took; each is repeated as another trial."
+        taken = things_in_words(lost, "trial")
+        yield f"Not counted: {taken} lost by a stop or a crash; each is repeated under another number."
 
 
 def result_lines(study: StoredStudy) -> Iterator[str]:
@@ -194,12 +194,15 @@ def result_lines(study: StoredStudy) -> Iterator[str]:
 
 def _command_lines(study: StoredStudy, storage: str) -> Iterator[str]:
     """Yield the commands that continue an unfinished search and train with the answers at the user's and any batch."""
+    from optuna_dsat.cli.show import continuing
     from optuna_dsat.store import display_url
     from optuna_dsat.study.end_reason import EndReason
     from optuna_dsat.trials import attributes
 
     verdict, name, url = study.verdict, study.spec.name, display_url(storage)
-    if study.attributes.get(attributes.END_REASON) in (None, EndReason.INTERRUPTED):
+    reason = study.attributes.get(attributes.END_REASON)
+    yield from continuing(study.spec, storage=url, reason=reason, verdict=verdict)
+    if reason in (None, EndReason.INTERRUPTED):
         yield f"The search has not ended. Continue or join it with: {stored_command('resume', name, storage=url)}"
     if verdict is None:
         return

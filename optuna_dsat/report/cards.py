@@ -216,7 +216,7 @@ def _search(view: StudyView) -> Iterator[Card]:
     counts = Counter(_what_for(row) for row in view.launches)
     beside = [f"{counts[what]} to {what}" for what in _BESIDE if counts[what]]
     used = f"{view.launches_used} of {view.spec.max_trials}"
-    yield Card(heading="Launches", value=used, remark=f"and {', '.join(beside)}" if beside else "")
+    yield Card(heading="Trials", value=used, remark=f"further launches: {', '.join(beside)}" if beside else "")
     if view.launches:
         used = slot_time_in_words(slot_seconds(view.launches), view.spec.device)
         spent = duration_in_words(search_seconds(view.launches))

@@ -132,7 +132,7 @@ def tuned(view: StudyView) -> Iterator[tuple[str, str]]:
         profile = view.profiled.profile
         yield "Model", model_in_words(profile.params, pipeline=view.profiled.pipeline)
         yield "Device", f"{profile.device_name or view.profiled.device}, {bytes_in_words(profile.device_memory_bytes)}"
-    yield "Begun", date_in_words(view.record.created_at)
+    yield "Started", date_in_words(view.record.created_at)
     yield "Versions", ", ".join(f"{name} {version}" for name, version in sorted(view.record.versions.items()))
 
 

@@ -86,14 +86,14 @@ _SECTIONS: tuple[tuple[str, str, str, Callable[[StudyView], go.Figure]], ...] = 
     ),
     (
         "progress", "Progress of the search",
-        "Launches of the search, in the order in which they ended. Crosses were stopped or failed; those on the axis "
+        "Trials of the search, in the order in which they ended. Crosses were stopped or failed; those on the axis "
         "have no speed. The star is the value from the rounds.",
         figures.plot_progress,
     ),
     (
         "memory", "Memory, predicted and measured",
-        "The peak of each launch, as predicted when it was proposed and as measured. On the dashed line the prediction "
-        "was right; above it the launch needed more.",
+        "The peak of each trial, as predicted when it was proposed and as measured. On the dashed line the prediction "
+        "was right; above it the trial needed more.",
         figures.plot_memory,
     ),
 )  # fmt: skip
@@ -230,26 +230,26 @@ def _ordered(config: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, An
 
 def _status(view: StudyView) -> str:
     used, budget = attributes.launches_used(view.launched), view.spec.max_trials
-    launches = things_in_words(budget, "launch")
-    flying = f" {view.running} in flight {'is' if view.running == 1 else 'are'} not drawn." if view.running else ""
+    trials = things_in_words(budget, "trial")
+    flying = f" {view.running} running {'is' if view.running == 1 else 'are'} not drawn." if view.running else ""
     if used == 0 and not view.trials:
         return "Nothing has been launched for this study yet."
     if view.end_reason is not None:
         why = f": {view.end_reason}" if view.end_reason else ""
         left = view.attributes.get(attributes.HEADROOM)
         more = f" {headroom_in_words(left, spent=True)}" if left is not None and view.end_reason in BUDGETS else ""
-        return f"The search has ended after {used} of {launches}{why}.{more}"
+        return f"The search has ended after {used} of {trials}{why}.{more}"
     if not view.launched:
-        return "No launch of this search has ended yet."
+        return "No trial of this search has ended yet."
     if view.is_fruitless:
-        return f"The search has ended after {used} of {launches}, and {fruitless_in_words(view)}."
+        return f"The search has ended after {used} of {trials}, and {fruitless_in_words(view)}."
     if view.best is None:
-        return f"{used} of {launches} made, and nothing could be measured so far.{flying}"
+        return f"{used} of {trials} done, and nothing could be measured so far.{flying}"
     if used >= budget and not view.running and view.spec.confirm and attributes.END_REASON not in view.attributes:
         return (
-            f"The search is over after {things_in_words(used, 'launch')}; its finalists are not all measured again yet."
+            f"The search is over after {things_in_words(used, 'trial')}; its finalists are not all measured again yet."
         )
-    return f"The search has not ended: {used} of {launches} made.{flying}"
+    return f"The search has not ended: {used} of {trials} done.{flying}"
 
 
 def _measure(view: StudyView) -> figures.Measure:
@@ -267,7 +267,7 @@ def _contenders(view: StudyView) -> Iterator[Mapping[str, str]]:
             "your config": item.is_user_config,
             "the result": item.number == verdict.result.number,
             "equal to the result": item.number in verdict.ties,
-            "not distinguished from the result": item.number in undecided,
+            "undecided by the rounds": item.number in undecided,
             item.left: bool(item.left),
         }
         ratio = None if item.is_user_config else item.speed_up

@@ -16,10 +16,10 @@ from optuna_dsat.trials.lineage import MICRO_BATCH, ZERO_STAGE, Feasibility, fea
 class EndReason(StrEnum):
     """Why a search ended."""
 
-    BUDGET = "the budget of launches is spent"
-    EARLY_STOPPING = "no new best for as many launches as --early-stopping allows"
+    BUDGET = "--max-trials is reached"
+    EARLY_STOPPING = "no new best in as many trials as --early-stopping allows"
     TIMEOUT = "the time of --timeout is over"
-    EXHAUSTED = "no further launch is expected to gain enough"
+    EXHAUSTED = "no further trial is expected to gain enough"
     STOPPED = "a callback called study.stop()"
     INTERRUPTED = "interrupted"
 

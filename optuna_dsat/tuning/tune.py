@@ -39,7 +39,7 @@ class TuneResult(StudyResult):
     def __repr__(self) -> str:
         """Return one line: study, configuration, metric, speed-up and the path of the config."""
         value = value_in_words(self.verdict, metric=self.metric, device=self.device)
-        ratio = "" if self.speed_up is None else f", {times_in_words(self.speed_up)} times your config"
+        ratio = "" if self.speed_up is None else f", {times_in_words(self.speed_up)}x as fast as your config"
         if self.verdict.is_baseline:
             ratio = ", your config"
         return (
@@ -68,7 +68,7 @@ class TuneResult(StudyResult):
         yield from self._speeds()
         batch = things_in_words(self.train_batch_size, "sample")
         yield "Global batch", f"{batch} (yours: {count_in_words(self.user_train_batch_size)})"
-        yield "Launches", str(sum(self.launches.values()))
+        yield "Trials", str(sum(self.launches.values()))
         yield "Search", self.reason
         yield "Config", self.config_path
         yield "Train with", self.command

@@ -37,14 +37,14 @@ __all__ = ["run_here"]
 
 def test_launches_that_a_stop_took_are_told_apart_from_those_that_count() -> None:
     assert [*launch_lines({"measured": 2, "lost": 1}, {}, used=2, most=2)] == [
-        "Launches: 2 of at most 2 (2 measured).",
-        "Not counted: 1 launch that a stop or a crash took; each is repeated as another trial.",
+        "Trials: 2 of at most 2 (2 measured).",
+        "Not counted: 1 trial lost by a stop or a crash; each is repeated under another number.",
     ]
     assert [*launch_lines({"measured": 3, "out_of_memory": 1}, {"measured": 1}, used=4, most=9)] == [
-        "Launches: 4 of at most 9 (3 measured, 1 out of memory).",
-        "Not counted: a launch of the best without settings that may have no effect (1 measured).",
+        "Trials: 4 of at most 9 (3 measured, 1 out of memory).",
+        "Not counted: a trial of the best without settings that may have no effect (1 measured).",
     ]
-    assert next(launch_lines({"lost": 2}, {}, used=0, most=9)) == "Launches: 0 of at most 9."
+    assert next(launch_lines({"lost": 2}, {}, used=0, most=9)) == "Trials: 0 of at most 9."
 
 
 def test_why_nothing_was_measured_is_told(tmp_path: Path) -> None:
@@ -118,7 +118,9 @@ def test_a_search_that_its_budget_ends_reports_what_may_be_left(
     assert words in " ".join(capsys.readouterr().out.split())
     url = f"sqlite:///{tmp_path / 'study.db'}"
     show("s", url)
-    assert words in " ".join(capsys.readouterr().out.split())
+    shown = " ".join(capsys.readouterr().out.split())
+    assert words in shown
+    assert f"More trials: optuna-dsat resume s --max-trials 6 --storage {url}" in shown
     show("s", url, as_json=True)
     assert json.loads(capsys.readouterr().out)["headroom"] == result.headroom
 

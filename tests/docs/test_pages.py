@@ -71,9 +71,7 @@ def test_every_outcome_and_every_end_of_a_search_is_explained() -> None:
     for outcome in Outcome:
         assert f"| `{outcome.value}` |" in page
     for reason in EndReason:
-        assert (
-            reason.value.replace("--early-stopping", "`--early-stopping`").replace("--timeout", "`--timeout`") in page
-        )
+        assert re.sub(r"--\w+-?\w*", r"`\g<0>`", reason.value) in page
 
 
 def test_every_exit_code_is_explained() -> None:

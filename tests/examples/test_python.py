@@ -81,6 +81,6 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
     live = [o for cell in cells for o in cell.get("outputs", ()) if "samples/s, your config" in str(o)]
     assert [o["output_type"] for o in live] == ["display_data"], "one output, updated in place"
     assert "Trial 1: " in str(live)
-    assert "times the present configuration" in shown[1]
+    assert "x as fast as the present configuration" in shown[1]
     assert (folder / "optuna-dsat-output" / "notebook" / "best_ds_config.json").is_file()
     assert "measured" in shown[2]

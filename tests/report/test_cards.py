@@ -109,7 +109,7 @@ def test_what_a_training_takes_is_told_of_the_own_config_too_and_each_launch_by_
     assert cards["3 epochs"][1] == f"on 10,000,000 samples: {2.5 * hours:,.2f} at 2.50 per GPU hour"
     times = replace(present(training_times(view, training)), own_s=None)
     assert _training(times, "cuda").remark == cards["3 epochs"][1], "nor was the own config measured"
-    assert cards["Launches"][1] == "and 1 to profile, 1 to measure finalists again, 2 to compare losses"
+    assert cards["Trials"][1] == "further launches: 1 to profile, 1 to measure finalists again, 2 to compare losses"
     other = {row.name: row.cells for row in rows_of((view, view), training=training)}["3 epochs"]
     assert other[0].endswith(f" ({2.5 * hours:,.2f})"), "not 0 GPU seconds saved"
 
@@ -153,7 +153,7 @@ def test_sections_without_content_are_left_out_and_the_end_says_why(view: StudyV
     page = Page(render(replace(view, trials=())))
     assert "progress" not in page.ids
     assert "#progress" not in page.targets
-    assert "Progress of the search: No launch has ended yet" in page.text
+    assert "Progress of the search: No trial has ended yet" in page.text
 
 
 def test_a_launchs_config_and_log_are_linked_where_they_are(finished: ReportedStudyBench, tmp_path: Path) -> None:

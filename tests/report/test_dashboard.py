@@ -50,7 +50,7 @@ def test_text_that_people_added_survives_publishing_again(finished: ReportedStud
     finished.store.update_spec(record.uuid, {**record.spec, "max_trials": 20})
     publish(finished.store, "s")
     note = dashboard.get_note(finished.study())
-    assert "16 of 20 launches" in note
+    assert "16 of 20 trials" in note
     assert note.rstrip().endswith("buy more memory")
 
 

@@ -78,7 +78,7 @@ def test_what_runs_is_shown_with_its_steps(live: LiveStudy, finished: ReportedSt
     assert f"{trial.number} ZeRO 2, micro-batch 17" in text
     assert "step 3 of " in text
     assert "122 samples/s" in text
-    assert "16 of 16 launches done, 1 running" in text, "a trial that is asked for is no launch of the budget"
+    assert "16 of 16 trials done, 1 running" in text, "a trial that is asked for does not count"
     assert "The search has ended." not in text
     trial.report(125.0, 3)
     again, html = live.now()
@@ -136,7 +136,7 @@ def test_the_studys_part_follows_the_store_but_not_at_every_look(
     assert version != before[0]
     assert live.study()[0] == version
     assert live.study()[1] != before[1]
-    assert "17 of 16" in Page(live.study()[1]).cards["Launches"][0]
+    assert "17 of 16" in Page(live.study()[1]).cards["Trials"][0]
 
 
 def test_configs_and_logs_are_served_and_nothing_else(live: LiveStudy, finished: ReportedStudyBench) -> None:

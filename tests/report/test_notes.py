@@ -77,7 +77,7 @@ def test_a_study_with_nothing_measured_has_a_note(bench: ReportedStudyBench) -> 
     bench.store.create_study("s", bench.spec().model_dump(mode="json"))
     text = study_note(bench.view())
     assert "Nothing has been measured yet." in text
-    assert "0 of 8 launches" in text
+    assert "0 of 8 trials" in text
 
 
 def test_no_secret_reaches_a_note(view: StudyView) -> None:

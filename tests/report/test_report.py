@@ -136,22 +136,22 @@ def test_a_search_is_continued_by_what_ended_it(
 def test_a_study_that_is_still_running_shows_what_there_is(view: StudyView) -> None:
     running = unfinished(view)
     page = Page(render(running))
-    assert "The search has not ended: 5 of 16 launches made. 1 in flight is not drawn." in page.text
+    assert "The search has not ended: 5 of 16 trials done. 1 running is not drawn." in page.text
     assert "Best so far" in page.text
     assert "it has not" in missing(running)["finalists"]
     assert {"micro-batch", "progress"}.isdisjoint(missing(running))
 
 
 def test_an_interrupted_search_is_not_called_ended(view: StudyView, rendered: str) -> None:
-    assert view.end_reason == "the budget of launches is spent"
-    assert "16 of 16 launches: the budget of launches is spent." in Page(rendered).text
+    assert view.end_reason == "--max-trials is reached"
+    assert "16 of 16 trials: --max-trials is reached." in Page(rendered).text
     interrupted = replace(view, attributes={**view.attributes, attributes.END_REASON: "interrupted"})
     assert interrupted.end_reason is None
     page = Page(render(interrupted))
-    assert "The search has not ended: 16 of 16 launches made." in page.text
+    assert "The search has not ended: 16 of 16 trials done." in page.text
     known = {attributes.END_REASON, attributes.WINNER}
     confirming = replace(view, attributes={key: item for key, item in view.attributes.items() if key not in known})
-    assert "The search is over after 16 launches; its finalists are not all" in Page(render(confirming)).text
+    assert "The search is over after 16 trials; its finalists are not all" in Page(render(confirming)).text
     assert "Best so far" in page.text
     assert "Continue the search" in page.text
 

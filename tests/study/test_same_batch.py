@@ -129,7 +129,7 @@ def test_a_search_of_few_trials_says_that_none_is_left_for_the_users_batch(bench
     bench.run(spec, Hill(override=_seconds))
     assert not _asked(bench)
     larger_is_tried = most is None
-    assert ("--max-trials 5 or more keeps a fifth." in str(bench.news)) is larger_is_tried
+    assert ("--max-trials 5 or more reserves a fifth." in str(bench.news)) is larger_is_tried
 
 
 @pytest.mark.parametrize(

@@ -170,9 +170,8 @@ def test_when_no_trial_is_measured_the_message_has_the_commonest_failure(bench: 
     ends = iter([None, *map(failing, ("rank 0: KeyError: 'x'", "rank 0: ValueError: no", "rank 1: ValueError: no"))])
     with pytest.raises(NothingRunnableError) as caught:
         bench.run(bench.spec(max_trials=3), Hill(override=lambda _: next(ends)))
-    assert (
-        "(3 script errors). The search ended: the budget of launches is spent. The commonest failure: ValueError: no."
-        in (str(caught.value))
+    assert "(3 script errors). The search ended: --max-trials is reached. The commonest failure: ValueError: no." in (
+        str(caught.value)
     )
 
 
@@ -227,7 +226,7 @@ def test_the_profile_tries_zero_1_where_no_higher_stage_is_searched(bench: Study
         return SimulatedResult(outcome=Outcome.OUT_OF_MEMORY, startup_s=1, missing_bytes=2**30)
 
     hill = Hill(override=needs_offload)
-    with pytest.raises(NothingRunnableError, match="ended: the budget of"):  # the only trial does not fit
+    with pytest.raises(NothingRunnableError, match="ended: --max-trials"):  # the only trial does not fit
         bench.run(bench.spec(zero_stages=(0, 1), max_trials=1, confirm=0), hill)
     tried = [config["zero_optimization"] for config in hill.configs[:3]]
     assert [(zero["stage"], "offload_optimizer" in zero) for zero in tried] == [(2, False), (1, False), (1, True)]

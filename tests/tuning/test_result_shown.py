@@ -51,7 +51,7 @@ def test_a_result_is_one_short_line(result: optuna_dsat.TuneResult) -> None:
     assert "\n" not in shown
     assert len(shown) < 300 + len(result.config_path)
     assert shown.startswith("TuneResult('train-random': trial ")
-    assert re.search(r"ZeRO \d.*samples/s.*times your config", shown)
+    assert re.search(r"ZeRO \d.*samples/s.*x as fast as your config", shown)
     assert result.config_path in shown
 
 

@@ -173,7 +173,7 @@ def _told(states: Sequence[LiveState], *, now: float, done: int, budget: int, ru
     left = f"; {time_left_in_words(max(known))}" if known else ""
     confirming = next((state for state in states if state.ended_search), None)
     if confirming is None and (running or not again):
-        return f"{done} of {things_in_words(budget, 'launch')} done, {running or 'none is'} running{left}."
+        return f"{done} of {things_in_words(budget, 'trial')} done, {running or 'none is'} running{left}."
     of = f"{things_in_words(again, 'launch')} so far"
     if confirming is not None:
         so_far, expected = max(again, confirming.finalists_done), confirming.finalists

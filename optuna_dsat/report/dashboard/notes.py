@@ -57,7 +57,7 @@ def study_note(view: StudyView) -> str:
 def _progress(view: StudyView) -> str:
     running = f", {view.running} running" if view.running else ""
     return (
-        f"{view.launches_used} of {things_in_words(view.spec.max_trials, 'launch')} made{running}; "
+        f"{view.launches_used} of {things_in_words(view.spec.max_trials, 'trial')} done{running}; "
         f"{slot_time_in_words(slot_seconds(view.launches), view.spec.device)} in all."
     )
 
@@ -113,7 +113,7 @@ def _tuned(view: StudyView) -> str:
 def _outcomes(view: StudyView) -> str:
     rows = [(outcome.value, count, MEANING[outcome][0]) for outcome, count in outcome_counts(view)]
     if not rows:
-        return "No launch has ended yet."
+        return "No trial has ended yet."
     return table(("outcome", "trials", "meaning"), rows)
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 BEST_SO_FAR = "best so far in the search"
-_NO_LAUNCH = "No launch has ended yet."
+_NO_TRIAL = "No trial has ended yet."
 _FEW_LAUNCHES = 10
 """Maximum number of launches for which every integer of the axis has a tick, to avoid fractional ticks."""
 
@@ -63,15 +63,15 @@ def plot_progress(study: Source) -> go.Figure:
         study: Any single-objective Optuna study, or a ``StudyView``.
     """
     history = history_of(study)
-    title, x_title, measure = "Progress of the search", "launches that ended", measure_of(history)
+    title, x_title, measure = "Progress of the search", "trials that ended", measure_of(history)
     trials, confirmed = history.trials, history.result
     ended, scale = _ended(trials), measure.scale
     if not ended:
-        return empty_figure(_NO_LAUNCH, title=title, x=x_title, y=measure.title)
+        return empty_figure(_NO_TRIAL, title=title, x=x_title, y=measure.title)
     if not any(_outcome(trial) is Outcome.MEASURED for trial in ended):
         return empty_figure("Nothing has been measured yet.", title=title, x=x_title, y=measure.title)
     if len(ended) == 1:
-        return empty_figure("One launch has ended.", title=title, x=x_title, y=measure.title)
+        return empty_figure("One trial has ended.", title=title, x=x_title, y=measure.title)
     places = {trial.number: place for place, trial in enumerate(ended, start=1)}
     figure = new_figure()
     for outcome in Outcome:

@@ -77,7 +77,7 @@ def _answer(verdict: Verdict, *, metric: str, device: str) -> str:
         return (
             f"No config was confirmed to be faster than yours, {value}: the rounds so far leave it open."
             f"{_runner_up_in_words(verdict, _runner_up(verdict))} "
-            "More rounds: `optuna-dsat resume STUDY --confirm-time 3600`, the seconds of all rounds."
+            "More rounds may decide: --confirm-time, the seconds of all rounds."
         )
     if verdict.kind is VerdictKind.NO_BASELINE:
         words = f"{name} is the fastest in the rounds: {value}."
@@ -141,20 +141,19 @@ def _ties(verdict: Verdict) -> str:
     parts = []
     if verdict.ties:
         names = ["your config" if verdict.measured[tie].is_user_config else f"trial {tie}" for tie in verdict.ties]
-        parts.append(f"Equal to the result: {_listed(names)}.")
+        ties = "Among ties the smallest global batch wins, then the config closest to yours."
+        parts.append(f"Equal to the result: {_listed(names)}. {ties}")
     if verdict.undecided:
         others = _listed([_why_not(item) for item in verdict.undecided])
-        parts.append(f"Not distinguished from the result by the rounds, but not equal to it: {others}.")
-    if parts:
-        parts.append("Among ties the smallest global batch wins, then the config closest to yours.")
+        parts.append(f"Undecided by the rounds: {others}.")
     return " ".join(parts)
 
 
 def _why_not(item: Undecided) -> str:
     """Describe a trial with the reason why it is not a tie with the result."""
     if item.below <= item.allowed:
-        return f"trial {item.number} (not significantly better than your config)"
-    return f"trial {item.number} ({item.below:.1%} below trial {item.best}, and up to {item.allowed:.1%} is equal)"
+        return f"trial {item.number} (not significantly faster than your config)"
+    return f"trial {item.number} ({item.below:.1%} below trial {item.best}; up to {item.allowed:.1%} counts as equal)"
 
 
 def _noise(verdict: Verdict) -> str:

@@ -32,9 +32,9 @@ class RandomSettings:
     early_stopping: Annotated[
         int | None,
         of_method(
-            help="End the search after this many launches without a new best.",
+            help="End the search after this many trials without a new best.",
             none="never",
-            python_help="End the search after this many launches without a new best. None for no such end.",
+            python_help="End the search after this many trials without a new best. None for no such end.",
             autotuning="tuner_early_stopping",
             budget=True,
         ),

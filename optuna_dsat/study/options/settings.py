@@ -238,9 +238,9 @@ class ResultSettings:
         Literal["free", "keep", "both"],
         what(
             help="free: the global batch follows the micro-batch. keep: every launch has the global batch of your "
-            "config. both: free, then keep for a fifth of the launches.",
+            "config. both: free, then keep for a fifth of the trials.",
             python_help="``free``: the global batch follows the micro-batch. ``keep``: every launch has the global "
-            "batch of the user's config. ``both``: free, then keep for a fifth of the launches.",
+            "batch of the user's config. ``both``: free, then keep for a fifth of the trials.",
             first=True,
         ),
     ] = "both"

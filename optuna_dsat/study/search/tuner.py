@@ -105,8 +105,8 @@ class Tuner:
         kept = self._spec.max_trials // _SHARE_AT_USER_BATCH
         if not kept and self._context.space.has_batch_above(planner.problem.space.asked_samples_per_rank):
             self._context.say(
-                f"No launches are kept for configs at your global batch: --max-trials {_SHARE_AT_USER_BATCH} or more "
-                "keeps a fifth."
+                f"No trial is reserved for configs at your global batch: --max-trials {_SHARE_AT_USER_BATCH} or more "
+                "reserves a fifth."
             )
         self._proposals.most = self._spec.max_trials - kept
         reason = self._loop()
