@@ -123,6 +123,9 @@ def test_figures_follow_zoom_colour_scheme_and_width_and_print_in_black_on_white
         assert max(widths) <= 660
         assert page.evaluate(text) == "#000"
         assert not page.locator("nav").is_visible()
+        inside = "[...document.querySelectorAll('.lead, .diff')].map(e => getComputedStyle(e).breakInside)"
+        assert page.get_by_text("Train with it:").first.is_visible()
+        assert set(page.evaluate(inside)) == {"avoid"}, "a sentence above a figure goes to the next page with it"
         page.emulate_media(media="screen")
         page.evaluate("window.dispatchEvent(new Event('afterprint'))")
         assert page.pdf(format="A4").startswith(b"%PDF")
