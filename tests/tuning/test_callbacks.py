@@ -128,6 +128,15 @@ def test_a_tracker_is_shown_as_its_option_is_written() -> None:
     assert str(Tracker("mlflow", "https://me:geheim@host/x")) == "mlflow=https://me:***@host/x"
 
 
+def test_a_run_of_wandb_is_named_by_its_study(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The callback puts the trial before the name; without a name a run was "trial/0/None" offline."""
+    module = ModuleType("optuna_integration")
+    monkeypatch.setattr(module, "WeightsAndBiasesCallback", dict, raising=False)
+    monkeypatch.setitem(sys.modules, "optuna_integration", module)
+    settings = trackers._wandb("mine", optuna.create_study(study_name="s"))["wandb_kwargs"]
+    assert (settings["name"], settings["group"], settings["project"]) == ("s", "s", "mine")
+
+
 def test_a_sweep_logs_each_of_its_studies_under_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     logged: list[tuple[str, str]] = []
 

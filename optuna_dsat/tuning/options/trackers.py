@@ -81,7 +81,8 @@ def split_trackers(texts: Sequence[str] | None) -> tuple[Tracker, ...] | None:
 def _wandb(project: str, study: optuna.Study) -> Any:
     from optuna_integration import WeightsAndBiasesCallback
 
-    settings = {"group": study.study_name, "settings": {"console": "off", "silent": True}}
+    # The callback puts "trial/NUMBER/" before the name of a run.
+    settings = {"name": study.study_name, "group": study.study_name, "settings": {"console": "off", "silent": True}}
     settings |= {"project": project} if project else {}
     # A run for each trial: in a single run W&B drops trials that finish after one with a larger number.
     return WeightsAndBiasesCallback(metric_name=_metric(study), wandb_kwargs=settings, as_multirun=True)
