@@ -56,9 +56,9 @@ def outputs(
 
 
 def masked(text: str, names: Mapping[str, str]) -> str:
-    """Return a text without the parts that differ between runs and machines; long commands are not folded.
+    """Return a text without what differs between runs and machines, and without folds of long commands.
 
-    Numbers have 9 digits: the last bits of a logarithm differ between processors.
+    Numbers have 9 digits: the last bits follow the alignment of arrays in memory.
     """
     text = re.sub(r"\d+\.\d{9,}(e-?\d+)?", lambda number: f"{float(number[0]):.9g}", text)
     text = re.sub(r" \\\n\s*", " ", text)

@@ -16,6 +16,7 @@ from optuna_dsat.runtime.events import (
     RankStarted,
     StepMeasured,
 )
+from optuna_dsat.runtime.measure.memory import cpu_name
 from tests.harness.ranks import Starter, WarmRanks
 
 pytestmark = pytest.mark.torchrun
@@ -81,6 +82,7 @@ def test_a_profile_of_zero_3_with_offload_by_args_and_a_client_optimizer(start: 
         assert profile.flops_per_sample == 2 * (64 + 8) + 2 * (64 + 8) + 2 * 8
         assert profile.activation_bytes_per_sample >= 4 * (8 + 8)
         assert profile.device_memory_bytes == 2 * 2**30
+        assert profile.device_name == cpu_name(), "the model of the processor, where it has a name"
         assert profile.host_memory_bytes > profile.device_memory_bytes
         assert 0 < profile.peak_bytes < 2 * 2**30
         assert profile.optimizer == "AdamW"

@@ -7,7 +7,6 @@ The NVML part has not been run on a machine with a GPU yet.
 from __future__ import annotations
 
 import os
-import platform
 import re
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.machine.nvml import DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND, DeviceError, GpuFacts, Nvml, NvmlError
-from optuna_dsat.runtime.measure.memory import host_memory_bytes
+from optuna_dsat.runtime.measure.memory import cpu_name, host_memory_bytes
 from optuna_dsat.script.interpreter import examined, script_versions
 from optuna_dsat.words import things_in_words
 
@@ -231,15 +230,6 @@ class Devices:
         return 1 if any(is_part(device.visible_id) for device in self.devices) else len(self.devices)
 
 
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
 def cpu_devices(ranks: int) -> Devices:
     """Return ``ranks`` equal shares of this machine's CPU and memory.
 
@@ -253,7 +243,7 @@ def cpu_devices(ranks: int) -> Devices:
             f"--cpu-ranks is {ranks}; this machine has {things_in_words(os.cpu_count() or 1, 'core')}. "
             f"Give at most {MOST_CPU_RANKS}."
         )
-    memory, name = host_memory_bytes(), _cpu_name()
+    memory, name = host_memory_bytes(), cpu_name()
     return Devices(
         kind="cpu",
         devices=tuple(Device(index=i, visible_id="", name=name, memory_bytes=memory // ranks) for i in range(ranks)),

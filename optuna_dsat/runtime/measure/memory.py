@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import platform
 import resource
 import sys
 from collections.abc import Callable, Iterator
@@ -221,6 +222,15 @@ def host_memory_bytes(*, membership: Path = _MEMBERSHIP, root: Path = _CGROUPS) 
     """Return the physical memory of the host in bytes, or the lowest limit of its control groups if that is lower."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([physical, *(limit for limit, _ in memory_limits(membership=membership, root=root))])
+
+
+def cpu_name() -> str:
+    """Return the model of the processor; its architecture if the kernel names no model."""
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()  # platform.processor starts a process
 
 
 def usable_cores(*, membership: Path = _MEMBERSHIP, root: Path = _CGROUPS) -> int:

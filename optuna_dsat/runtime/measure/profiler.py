@@ -13,7 +13,6 @@ included although they do not grow with the batch; the memory model corrects for
 from __future__ import annotations
 
 import math
-import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,7 @@ from typing import Any
 from optuna_dsat.runtime.events import Event, ProfileMeasured
 from optuna_dsat.runtime.measure.blocks import BlockWatch, RoutingWatch, compiled_by_script, has_leaf_modules
 from optuna_dsat.runtime.measure.engine import is_pipeline, micro_batches_in_flight, sequence_shards
-from optuna_dsat.runtime.measure.memory import CpuMemory, CudaMemory, host_memory_bytes, numa_nodes
+from optuna_dsat.runtime.measure.memory import CpuMemory, CudaMemory, cpu_name, host_memory_bytes, numa_nodes
 from optuna_dsat.runtime.rank import LaunchPlan, Rank
 
 _BLOCK_BYTES = 512
@@ -159,7 +158,7 @@ class Profiler:
 
     def _device_name(self) -> str:
         if self._on_cpu:
-            return platform.machine()  # platform.processor starts a process, whose end the script may handle
+            return cpu_name()
         import torch
 
         if torch.cuda.is_available():
