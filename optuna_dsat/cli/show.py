@@ -68,10 +68,10 @@ def show_result(
     for remark in filter(None, remarks):
         say_prose(remark)
     if result.headroom is not None and result.reason in BUDGETS:
-        say_prose(headroom_in_words(result.headroom, spent=True))
+        say_prose(headroom_in_words(result.headroom))
     if request is not None:
-        url, reason = display_url(request.storage), result.reason
-        for line in continuing(request.spec, storage=url, reason=reason, verdict=result.verdict):
+        url = display_url(request.storage)
+        for line in continuing(request.spec, storage=url, reason=result.reason, verdict=result.verdict):
             say(line)
 
 

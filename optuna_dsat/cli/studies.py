@@ -111,7 +111,7 @@ def show(name: LatestName = None, storage: Storage = DEFAULT_STORAGE, as_json: J
     """Show a study: what it tunes, how far it is, its best configuration."""
     from collections import Counter
 
-    from optuna_dsat.study.end_reason import BUDGETS, headroom_in_words
+    from optuna_dsat.study.end_reason import headroom_in_words
     from optuna_dsat.study.stored import read_launches, read_stored
     from optuna_dsat.trials import attributes
 
@@ -139,7 +139,7 @@ def show(name: LatestName = None, storage: Storage = DEFAULT_STORAGE, as_json: J
     for line in launch_lines(outcomes - simplifying, simplifying, used=study.launches_used, most=spec.max_trials):
         say_prose(line)
     if headroom is not None:
-        say_prose(headroom_in_words(headroom, spent=study.attributes.get(attributes.END_REASON) in BUDGETS))
+        say_prose(headroom_in_words(headroom))
     for line in result_lines(study):
         say_prose(line)
     for line in _command_lines(study, storage):

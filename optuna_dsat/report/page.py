@@ -237,7 +237,7 @@ def _status(view: StudyView) -> str:
     if view.end_reason is not None:
         why = f": {view.end_reason}" if view.end_reason else ""
         left = view.attributes.get(attributes.HEADROOM)
-        more = f" {headroom_in_words(left, spent=True)}" if left is not None and view.end_reason in BUDGETS else ""
+        more = f" {headroom_in_words(left)}" if left is not None and view.end_reason in BUDGETS else ""
         return f"The search has ended after {used} of {trials}{why}.{more}"
     if not view.launched:
         return "No trial of this search has ended yet."

@@ -28,13 +28,12 @@ BUDGETS = frozenset({EndReason.BUDGET, EndReason.TIMEOUT})
 """Reasons that end a search although something may be left to gain."""
 
 
-def headroom_in_words(share: float, *, spent: bool) -> str:
+def headroom_in_words(share: float) -> str:
     """Return what may be left to gain."""
-    more = " A larger budget may find more: --max-trials, --timeout." if spent else ""
     if share >= 1:
-        return f"The measurements do not bound the gain that may be left.{more}"
+        return "The measurements do not bound the gain that may be left."
     bound = f"{max(share, 0.001):.1%}" if share < 0.1 else f"{share:.0%}"
-    return f"With 90% probability nothing is more than {bound} faster than the fastest measured.{more}"
+    return f"With 90% probability nothing is more than {bound} faster than the fastest measured."
 
 
 def describe_structure_failures(trials: Sequence[FrozenTrial]) -> str:

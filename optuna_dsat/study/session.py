@@ -155,7 +155,7 @@ class Session:
             left = posterior.remaining(context.trials())
         study.set_user_attr(attributes.HEADROOM, left if math.isfinite(left) else None)
         if math.isfinite(left) and reason not in BUDGETS:  # the result says it otherwise
-            context.say(headroom_in_words(left, spent=False))
+            context.say(headroom_in_words(left))
         return reason
 
     def _prior_knowledge(self, profiled: Profiled, mark: str) -> PriorKnowledge | None:

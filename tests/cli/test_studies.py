@@ -15,14 +15,16 @@ import optuna
 import pytest
 from sqlalchemy import create_engine, text
 
-from optuna_dsat.cli.show import show_result
+from optuna_dsat.cli.show import continuing, show_result
 from optuna_dsat.cli.studies import best, delete, launch_lines, result_lines, show, studies
 from optuna_dsat.cli.trials import ExportFormat, TrialOrder, export, trials
 from optuna_dsat.errors import NothingRunnableError, UsageError
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.write import write_report
 from optuna_dsat.store import Store
-from optuna_dsat.study.end_reason import headroom_in_words
+from optuna_dsat.study.confirm.verdict import VerdictKind
+from optuna_dsat.study.end_reason import EndReason, headroom_in_words
+from optuna_dsat.study.options.declaration import DEFAULT_STORAGE
 from optuna_dsat.study.stored import read_stored
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import count_in_words, metric_in_words
@@ -105,12 +107,12 @@ def test_a_search_that_its_budget_ends_reports_what_may_be_left(
     """Result, report and JSON did not contain that several times the metric may be left."""
     with Store.open(f"sqlite:///{tmp_path / 'study.db'}") as store:
         bench = ReportedStudyBench(tmp_path, store)
-        result = bench.run(bench.spec(method="guided", max_trials=3, confirm=0), Hill())
+        spec = bench.spec(method="guided", max_trials=3, confirm=0)
+        result = bench.run(spec, Hill())
         page = write_report(store, "s", tmp_path / "report.html").read_text(encoding="utf-8")
     assert result is not None
     assert result.headroom is not None
-    words = headroom_in_words(result.headroom, spent=True)
-    assert "A larger budget may find more" in words
+    words = headroom_in_words(result.headroom)
     assert words in page
     show_result(result, as_json=True)
     assert json.loads(capsys.readouterr().out)["headroom"] == result.headroom
@@ -121,6 +123,11 @@ def test_a_search_that_its_budget_ends_reports_what_may_be_left(
     shown = " ".join(capsys.readouterr().out.split())
     assert words in shown
     assert f"More trials: optuna-dsat resume s --max-trials 6 --storage {url}" in shown
+    undecided = replace(result.verdict, kind=VerdictKind.NOT_CONFIRMED)
+    assert [*continuing(spec, storage=DEFAULT_STORAGE, reason=EndReason.TIMEOUT, verdict=undecided)] == [
+        "More trials: optuna-dsat resume s",
+        "More rounds: optuna-dsat resume s --confirm-time 3600",
+    ]
     show("s", url, as_json=True)
     assert json.loads(capsys.readouterr().out)["headroom"] == result.headroom
 
