@@ -229,8 +229,8 @@ def run_request(
     if not request.conclude and not quiet:
         show_it = stored_command("show", request.spec.name, storage=display_url(request.storage))
         notify(
-            f"Nothing is left for this worker: whoever started the study measures its finalists again, or "
-            f"`{stopping.remedy}` where that one is gone. `{show_it}` shows the study."
+            "Nothing is left for this worker. The process that started the study measures its finalists again; if it "
+            f"is gone, `{stopping.remedy}` does. `{show_it}` shows the study."
         )
     return ended
 

@@ -129,7 +129,7 @@ def _gpu(device: Device, nvml: Nvml) -> Finding:
     holders = foreign_holders(device, use, nvml)
     if holders:
         text = f"{text}; in use by {users_in_words(holders)}"
-        remedy = "Launches leave it alone while it is in use: end what runs there, or go on without it."
+        remedy = "Launches leave it alone while it is in use: end its processes, or continue without it."
         return finding_of("devices", name, text, remedy, data=data)
     return finding_of("devices", name, f"{text}, free", data=data)
 

@@ -43,7 +43,7 @@ MEANING: Mapping[Outcome, tuple[str, str]] = {
         "Nothing, if offload is not wanted. Else free host memory, or run fewer launches at once with --max-slots.",
     ),
     Outcome.OUT_OF_DATA: (
-        "The script ended by itself before the last profile step: its data is too small for steps of this batch.",
+        "The script ended before the last profile step: its data is too small for steps of this batch.",
         "Nothing, if such batches are not wanted: smaller ones are tried. Else give the script more data.",
     ),
     Outcome.INVALID_CONFIG: (
@@ -51,11 +51,11 @@ MEANING: Mapping[Outcome, tuple[str, str]] = {
         "Read the message below. If the script sets a value itself, hold that knob with --no-tune.",
     ),
     Outcome.SCRIPT_ERROR: (
-        "The script raised an error of its own, or left without training.",
+        "The script raised an error, or exited without training.",
         "Read the error below and the log of the rank that it names; run the script alone with this config.",
     ),
     Outcome.COMMUNICATION_ERROR: (
-        "The ranks lost each other, and no rank had a cause of its own.",
+        "The ranks lost contact, and no rank reported a cause.",
         "Look at the network and the driver if it comes back; NCCL_DEBUG=INFO makes the logs say more.",
     ),
     Outcome.STALLED: (

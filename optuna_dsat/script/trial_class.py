@@ -202,7 +202,7 @@ def read_settings(path: str | Path, *, what: str) -> Any:
     except (ValueError, OverflowError, RecursionError, TypeError, AttributeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UsageError(
-            f"{path} is neither YAML nor JSON: it holds what is no value, or too deep ({reason})."
+            f"{path} is neither YAML nor JSON: its values are unknown to both, or nested too deeply ({reason})."
         ) from None
     return {} if record is None else record
 

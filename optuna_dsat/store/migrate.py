@@ -205,7 +205,7 @@ def refuse_unusable_tables(connection: Connection, *, shown: str) -> None:
         if foreign := (current and _OPTUNAS_VERSION_TABLE) or _foreign_table(inspector, present):
             raise StorageUrlError(
                 f"The storage '{shown}' belongs to another application: its table '{foreign}' is not Optuna's. "
-                "Give a database of its own."
+                "Give another database."
             )
         return
     newest = scripts_in(_MIGRATIONS).get_current_head()

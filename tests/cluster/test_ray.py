@@ -195,7 +195,7 @@ def test_what_can_never_be_granted_is_refused_with_the_numbers(places: dict[str,
 @with_ray
 def test_a_place_without_room_waits_for_the_first_to_be_given_back(places: dict[str, Any]) -> None:
     result = places["queued"]
-    assert (result["state"], result["why"]) == ("queued", "no resources: what it takes is held by others")
+    assert (result["state"], result["why"]) == ("queued", "no resources: others hold them")
     assert result["name"] == "Ray placement group 2"
     assert result["first"] == "lost"
     assert result["left"] == []

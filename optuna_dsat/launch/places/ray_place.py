@@ -182,7 +182,7 @@ def relay_on(group: Any, index: int, *, gpus: int) -> Any:
 
 
 _WHY = {
-    "NO_RESOURCES": "no resources: what it takes is held by others",
+    "NO_RESOURCES": "no resources: others hold them",
     "FAILED_TO_COMMIT_RESOURCES": "no resources: a node was taken or lost meanwhile",
     "INFEASIBLE": "infeasible: too few nodes of the cluster that live could hold it",
 }

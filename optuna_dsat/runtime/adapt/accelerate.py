@@ -128,7 +128,7 @@ def how_to_train_with_deepspeed() -> str:
     state: Any = sys.modules.get("accelerate.state")
     if state is not None and state.AcceleratorState._shared_state.get("_cpu"):
         return (
-            "accelerate leaves DeepSpeed out where it is told to train on the CPU: by Accelerator(cpu=True), use_cpu, "
+            "accelerate leaves DeepSpeed out if it trains on the CPU: by Accelerator(cpu=True), use_cpu, "
             "`accelerate launch --cpu` or ACCELERATE_USE_CPU. Remove that: DeepSpeed takes the CPU where no GPU is"
         )
     return (

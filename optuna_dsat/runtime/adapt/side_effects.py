@@ -182,8 +182,8 @@ def tolerate_mismatched_checkpoints(
                 raise
             print(
                 f"optuna-dsat: {states.parent} was saved with another configuration than this trial's and cannot be "
-                f"loaded into it ({type(error).__name__}: {error}); the trial goes on from the weights that the script "
-                "built.",
+                f"loaded into it ({type(error).__name__}: {error}); the trial continues from the weights that the "
+                "script built.",
                 file=sys.stderr,
                 flush=True,
             )

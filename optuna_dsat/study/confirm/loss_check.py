@@ -175,7 +175,7 @@ def compare(losses: Mapping[str, Sequence[float]], *, precision: str, rounds_wei
     elif repeated > tolerance:
         agrees = None
         message = (
-            f"Whether the losses agree cannot be told: two runs of your config differ by {repeated:.1e}. "
+            f"Whether the losses agree is unknown: two runs of your config differ by {repeated:.1e}. "
             "Have the script set its seeds."
         )
     return LossCheck(
@@ -211,7 +211,7 @@ def _precision(config: Mapping[str, Any]) -> str:
 def _undecided(precision: str, losses: Mapping[str, Sequence[float]], why: str) -> LossCheck:
     return LossCheck(
         agrees=None,
-        message=f"Whether the losses agree cannot be told: {why}.",
+        message=f"Whether the losses agree is unknown: {why}.",
         precision=precision,
         tolerance=TOLERANCES[precision],
         losses=losses,

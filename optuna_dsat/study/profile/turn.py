@@ -100,7 +100,7 @@ class ProfileTurn:
             )
         if profiled.holds_accumulation:
             self._context.say(
-                "The script accumulates gradients, or divides its batch, by a number of its own, not the engine's: "
+                "The script accumulates gradients, or divides its batch, by its own number instead of the engine's: "
                 "every trial keeps your gradient_accumulation_steps."
             )
         if growing := growing_samples(profiled.followed_by(self._spec).ds_config):
