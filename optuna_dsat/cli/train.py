@@ -172,7 +172,7 @@ def _runner_arguments(options: TrainOptions) -> tuple[str, ...]:
         raise UsageError("--resume needs the --checkpoint-dir to go on from.")
     if folder is not None:
         if folder.exists() and not folder.is_dir():
-            raise UsageError(f"--checkpoint-dir {folder} is no folder.")
+            raise UsageError(f"--checkpoint-dir {folder} is not a folder.")
         if not options.resume and any(path.is_dir() for path in folder.glob("batches-*")):
             raise UsageError(
                 f"{folder} holds checkpoints: give --resume to go on from them, or another --checkpoint-dir."

@@ -49,7 +49,7 @@ def read_document(path: str | os.PathLike[str], error: Callable[[str], UsageErro
     status = Path(text).stat()
     kind = stat.S_IFMT(status.st_mode)
     if kind not in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFIFO) and text != os.devnull:
-        raise error(f"{path} is no file: it is a device or a socket.")
+        raise error(f"{path} is not a file: it is a device or a socket.")
     pipe = (os.path.realpath(text), status.st_ino)
     if pipe in _pipes:
         return _pipes[pipe]

@@ -20,7 +20,7 @@ def held_inside(folder: Path, *names: str) -> Path:
         root = folder.resolve()
         path = root.joinpath(*names).resolve()
     except (ValueError, OSError, RuntimeError) as error:  # NUL character, name too long, circular symlinks
-        raise OutsideError(f"{names!r} is no path: {error}") from None
+        raise OutsideError(f"{names!r} is not a path: {error}") from None
     if not path.is_relative_to(root) or path == root:
         raise OutsideError(f"{'/'.join(names)} leads out of {folder}")
     return path

@@ -219,7 +219,7 @@ def _load(path: Path) -> Mapping[str, Any]:
     except (ValueError, RecursionError):
         raise UsageError(f"--model: {path} is not JSON.") from None
     if not isinstance(data, dict):
-        raise UsageError(f"--model: {path} is no JSON object.")
+        raise UsageError(f"--model: {path} is not a JSON object.")
     return data
 
 

@@ -147,7 +147,7 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no regular file", os.fspath(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
     return os.fdopen(descriptor, "rb")
 
 

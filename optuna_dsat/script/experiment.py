@@ -73,7 +73,7 @@ def read_experiment(path: Path) -> Experiment:
     """
     record = read_settings(path, what="The experiment configuration")
     if not isinstance(record, dict) or "entrypoint" not in record:
-        raise UsageError(f"{path} is no experiment configuration of Determined: it has no entrypoint.")
+        raise UsageError(f"{path} is not an experiment configuration of Determined: it has no entrypoint.")
     options = {option: str(value) for key, option in _OPTIONS.items() if (value := _at(record, key)) is not None}
     slots = _at(record, ("resources", "slots_per_trial"))
     if slots is not None and (type(slots) is not int or slots < 1):
@@ -126,7 +126,7 @@ def _entry(entrypoint: Any, path: Path) -> tuple[str, ...]:
     try:
         words = shlex.split(entrypoint) if isinstance(entrypoint, str) else _texts(entrypoint, "entrypoint", path)
     except ValueError as error:
-        raise UsageError(f"{path}: the entrypoint {as_written(entrypoint)} is no command: {error}.") from None
+        raise UsageError(f"{path}: the entrypoint {as_written(entrypoint)} is not a command: {error}.") from None
     if "-m" in words[:-1] and words[words.index("-m") + 1].startswith("determined.launch."):
         words = words[words.index("-m") + 2 :]
         words = [part for word in words for part in (word.split("=", 1) if word.startswith("--trial=") else [word])]

@@ -51,7 +51,7 @@ class Length:
         """
         match = re.fullmatch(r"\s*(\d+)\s*(batch|batches|epochs?|records?)?\s*", text)
         if match is None or int(match.group(1)) == 0:
-            raise ValueError(f"{text!r} is no length: write 100batches, 3epochs or 5000records.")
+            raise ValueError(f"{text!r} is not a length: write 100batches, 3epochs or 5000records.")
         units = {"b": "batches", "e": "epochs", "r": "records"}
         return cls(count=int(match.group(1)), unit=units[(match.group(2) or "batches")[0]])
 
@@ -80,7 +80,7 @@ class Hparams:
         record = read_settings(path, what="The hyperparameters")
         section = record.get("hyperparameters", record) if isinstance(record, dict) else None
         if not isinstance(section, dict):
-            raise UsageError(f"{path} holds no hyperparameters: a mapping of names to values is expected.")
+            raise UsageError(f"{path} contains no hyperparameters: a mapping of names to values is expected.")
         whole = "hyperparameters" in record
         values = {str(name): _value(str(name), value, path) for name, value in section.items()}
         if isinstance(values.get(OVERWRITES), Mapping):

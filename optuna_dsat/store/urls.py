@@ -88,7 +88,7 @@ def _checked_sqlite(url: URL, shown: str) -> URL:
     if not path.parent.is_dir():
         raise StorageUrlError(f"The storage '{shown}' cannot be opened: the directory {path.parent} does not exist.")
     if path.exists() and not path.is_file():
-        raise StorageUrlError(f"The storage '{shown}' cannot be opened: {path} is no file.")
+        raise StorageUrlError(f"The storage '{shown}' cannot be opened: {path} is not a file.")
     for needed in (path.parent, path, Path(f"{path}-lock")):
         if needed.exists() and not os.access(needed, os.W_OK):
             raise StorageUrlError(

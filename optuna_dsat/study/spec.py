@@ -127,7 +127,7 @@ class StudySpec(_Frozen, SearchSettings):
             json.dumps(self.model_dump(), ensure_ascii=False, default=str).encode()
         except UnicodeEncodeError as error:
             result = repr(error.object[max(0, error.start - 20) : error.end])
-            raise ValueError(f"{result} is no text in UTF-8, which a study is stored as: write it otherwise") from None
+            raise ValueError(f"{result} is not UTF-8, as studies are stored: write it otherwise") from None
         if self.method not in METHODS:
             raise ValueError(f"the method is {self.method!r}; it must be one of {', '.join(METHODS)}")
         if self.metric not in METRICS:

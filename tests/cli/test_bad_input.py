@@ -65,7 +65,7 @@ CASES = {
     "train-a-script": (["train", "train.py", "ds.json"], "train takes a stored study, or a model definition"),
     "train-length": (
         ["train", "definition:MyTrial", "ds.json", "--max-length", "10steps"],
-        "--max-length: '10steps' is no length: write 100batches",
+        "--max-length: '10steps' is not a length: write 100batches",
     ),
     "trial-module-missing": (["asha", "gone:MyTrial", "ds.json"], "there is no gone.py in"),
     "trial-not-python": (["asha", "broken:MyTrial", "ds.json"], "The module broken is not Python (line 1)"),

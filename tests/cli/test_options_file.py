@@ -149,7 +149,7 @@ BAD = {
     "number-for-flag": ("max-trials = true", "max-trials is true; it must be a value such as on the command line."),
     "table-for-value": ("metric = {a = 1}", 'metric is {"a": 1}; it must be'),
     "not-toml": ("a: [", "o.toml is not TOML: "),
-    "no-table": ("tool.optuna-dsat = 5", "o.toml holds no table of options"),
+    "no-table": ("tool.optuna-dsat = 5", "o.toml contains no table of options"),
 }
 
 

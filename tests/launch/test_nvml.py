@@ -118,7 +118,7 @@ def test_a_gpu_that_falls_off_the_bus_mid_search_is_left_out_and_comes_back(mach
         ("2,3", (2, 3), ""),
         ("3, 1", (3, 1), ""),
         ("1,-1,2", (1,), "'-1' is no device, so CUDA ignores '-1,2'"),
-        ("0,9,1", (0,), "'9' is none of this machine's 4 GPUs, so CUDA ignores '9,1'"),
+        ("0,9,1", (0,), "'9' is not one of this machine's 4 GPUs, so CUDA ignores '9,1'"),
         ("0,0,1", (0, 1), "GPU 0 counts once"),
         (f"{uuid(2)},{uuid(1)}", (2, 1), ""),
         (f"{uuid(2)[:12]},{uuid(2)}", (2,), "GPU 2 counts once"),

@@ -218,7 +218,7 @@ BAD: dict[str, tuple[str, str]] = {
         '{"model_type": "gpt2", "n_embd": 100, "n_head": 7, "n_layer": 1, "vocab_size": 10, "n_positions": 8}',
         "hidden_size is 100, no multiple of the 7 attention heads",
     ),
-    "list": ("[]", "is no JSON object"),
+    "list": ("[]", "is not a JSON object"),
     "no-json": ("{", "is not JSON"),
     "patch": (
         '{"model_type": "vit", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, '

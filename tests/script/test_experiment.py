@@ -97,7 +97,7 @@ def test_an_entry_point_is_found_behind_the_launch_layer(
         ("{entrypoint: 'm:T', resources: {slots_per_trial: true}}", "is true; it is a number of GPUs"),
         ("entrypoint: 1", "entrypoint is 1; it is a list of texts"),
         ("entrypoint: {m: 2000-01-01}", "it is a list of texts"),
-        ('entrypoint: "python3 train.py \'x"', "is no command: No closing quotation"),
+        ('entrypoint: "python3 train.py \'x"', "is not a command: No closing quotation"),
     ],
 )
 def test_what_cannot_be_used_is_refused(tmp_path: Path, text: str, message: str) -> None:

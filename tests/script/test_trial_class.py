@@ -29,7 +29,7 @@ def test_lengths_are_counted_in_batches_and_what_is_none_is_refused() -> None:
     for text, batches in lengths.items():
         assert Length.parse(text).batches(per_epoch=10, train_batch_size=8) == batches
     for text in ("", "0batches", "3 parsecs", "-1", "1.5epochs", "batches"):
-        with pytest.raises(ValueError, match="is no length: write 100batches, 3epochs or 5000records"):
+        with pytest.raises(ValueError, match="is not a length: write 100batches, 3epochs or 5000records"):
             Length.parse(text)
 
 
@@ -72,7 +72,7 @@ def test_an_experiment_configuration_gives_hyperparameters_and_data(tmp_path: Pa
     [
         ("lr: {type: log, minval: -4, maxval: -2, base: 10}", "lr is a range to search .log.*give lr one value"),
         ("a: {b: {type: categorical, vals: [1, 2]}}", "a.b is a range to search"),
-        ("- 1", "holds no hyperparameters"),
+        ("- 1", "contains no hyperparameters"),
         ("a: [", "is neither YAML nor JSON"),
     ],
 )

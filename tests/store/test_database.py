@@ -62,7 +62,7 @@ def test_every_postgres_url_means_psycopg_3(scheme: str) -> None:
         ("sqlite://", "not a file"),
         ("sqlite:///:memory:", "not a file"),
         ("sqlite:////nowhere/at/all/study.db", "does not exist"),
-        ("sqlite:////tmp", "is no file"),
+        ("sqlite:////tmp", "is not a file"),
         ("sqlite:///a{b}.db", "brace"),
     ],
 )

@@ -214,7 +214,7 @@ def _own_table(document: Mapping[str, Any]) -> Any:
 
 def _options_file(path: Path, table: Any) -> OptionsFile:
     if not isinstance(table, dict):
-        raise UsageError(f"{path} holds no table of options, such as `max-trials = 30`.")
+        raise UsageError(f"{path} contains no table of options, such as `max-trials = 30`.")
     return OptionsFile(path=path, table=table)
 
 

@@ -90,7 +90,7 @@ def _class(entry: str) -> Any:
         sys.path.insert(0, here)
     result = getattr(importlib.import_module(module), name, None)
     if not (isinstance(result, type) and issubclass(result, DeepSpeedTrial)):
-        raise TypeError(f"{entry} is no class derived from optuna_dsat.integrations.deepspeed_trial.DeepSpeedTrial.")
+        raise TypeError(f"{entry} is not a class derived from optuna_dsat.integrations.deepspeed_trial.DeepSpeedTrial.")
     return result
 
 

@@ -155,4 +155,4 @@ class DeepSpeedTrial(ABC):
         for number, engine in enumerate(context.engines):
             loaded, _ = engine.load_checkpoint(str(path), tag=f"engine-{number}")
             if loaded is None:
-                raise FileNotFoundError(f"{path} holds no checkpoint of engine {number}.")
+                raise FileNotFoundError(f"{path} contains no checkpoint of engine {number}.")

@@ -149,7 +149,7 @@ def _resolve(entry: str, first: str, uuids: Sequence[str]) -> tuple[str | None, 
         return None, f"{entry!r} is no device"
     index = int(number.group(1))
     if index >= len(uuids):
-        return None, f"{entry!r} is none of this machine's {things_in_words(len(uuids), 'GPU')}"
+        return None, f"{entry!r} is not one of this machine's {things_in_words(len(uuids), 'GPU')}"
     return str(index), ""
 
 
@@ -158,7 +158,7 @@ def _by_uuid(entry: str, uuids: Sequence[str]) -> tuple[str | None, str]:
     if not matching and not all(uuids):
         return entry, ""  # may be a GPU that does not report its UUID
     if not matching:
-        return None, f"{entry!r} is none of this machine's GPUs"
+        return None, f"{entry!r} is not one of this machine's GPUs"
     if len(matching) > 1:
         return None, f"{entry!r} may be GPU {' or '.join(map(str, matching))}"
     return str(matching[0]), ""

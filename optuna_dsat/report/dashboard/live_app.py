@@ -92,7 +92,7 @@ def guarded(app: WSGIApplication, *, host: str) -> WSGIApplication:
 
     def checked(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
         if not _is_known(environ.get("HTTP_HOST", ""), names):
-            return _reply(start, _refused(HTTPStatus.FORBIDDEN, "This is no name of this machine."))
+            return _reply(start, _refused(HTTPStatus.FORBIDDEN, "This is not a name of this machine."))
         if _changes(environ) and environ.get("HTTP_SEC_FETCH_SITE", "none") not in ("none", "same-origin"):
             return _reply(start, _refused(HTTPStatus.FORBIDDEN, "Pages of elsewhere change nothing here."))
         return app(environ, start)

@@ -32,11 +32,11 @@ def options_of(section: Autotuning) -> tuple[dict[str, Any], list[str]]:
     if section.metric is not None:
         options["metric"] = _METRICS.get(section.metric.lower())
         if options["metric"] is None:
-            notes.append(f"autotuning.metric is not used: {section.metric!r} is none of {', '.join(_METRICS)}.")
+            notes.append(f"autotuning.metric is not used: {section.metric!r} (known: {', '.join(_METRICS)}).")
     if section.tuner_type is not None:
         options["method"] = method = _METHODS.get(section.tuner_type)
         if method is None:
-            notes.append(f"autotuning.tuner_type is not used: {section.tuner_type!r} is none of {', '.join(_METHODS)}.")
+            notes.append(f"autotuning.tuner_type is not used: {section.tuner_type!r} (known: {', '.join(_METHODS)}).")
         elif method != section.tuner_type:
             notes.append(
                 f"autotuning.tuner_type {section.tuner_type!r} is not available: `tune` and `run` use {method}."
