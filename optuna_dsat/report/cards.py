@@ -215,7 +215,7 @@ def _what_for(launch: StoredLaunch) -> str:
 def _search(view: StudyView) -> Iterator[Card]:
     counts = Counter(_what_for(row) for row in view.launches)
     beside = [f"{counts[what]} to {what}" for what in _BESIDE if counts[what]]
-    used = f"{view.launches_used} of {view.spec.max_trials}"
+    used = f"{view.trials_done} of {view.spec.max_trials}"
     yield Card(heading="Trials", value=used, remark=f"further launches: {', '.join(beside)}" if beside else "")
     if view.launches:
         used = slot_time_in_words(slot_seconds(view.launches), view.spec.device)

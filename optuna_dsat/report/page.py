@@ -229,7 +229,7 @@ def _ordered(config: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, An
 
 
 def _status(view: StudyView) -> str:
-    used, budget = attributes.launches_used(view.launched), view.spec.max_trials
+    used, budget = view.trials_done, view.spec.max_trials
     trials = things_in_words(budget, "trial")
     flying = f" {view.running} running {'is' if view.running == 1 else 'are'} not drawn." if view.running else ""
     if used == 0 and not view.trials:

@@ -65,6 +65,11 @@ class StudyView(StoredStudy):
         """Finished trials that were launched, ordered by number."""
         return tuple(t for t in self.trials if t.state.is_finished() and attributes.LAUNCH_ID in t.user_attrs)
 
+    @property
+    def trials_done(self) -> int:
+        """Number of finished trials that count against the budget."""
+        return attributes.launches_used(self.launched)
+
     @cached_property
     def running(self) -> int:
         """Number of running trials."""

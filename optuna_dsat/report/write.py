@@ -303,7 +303,7 @@ def _tuned(view: StudyView) -> dict[str, str]:
         "one launch": ranks_of_a_launch(view),
         "method": view.spec.method,
         "metric": view.metric,
-        "trials": f"{view.launches_used} of {view.spec.max_trials}",
+        "trials": f"{view.trials_done} of {view.spec.max_trials}",
         "time of the search": duration_in_words(search_seconds(view.launches)),
         "ended": fruitless_in_words(view) if view.is_fruitless else ended,
         "begun": date_in_words(view.record.created_at),

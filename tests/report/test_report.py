@@ -137,6 +137,7 @@ def test_a_study_that_is_still_running_shows_what_there_is(view: StudyView) -> N
     running = unfinished(view)
     page = Page(render(running))
     assert "The search has not ended: 5 of 16 trials done. 1 running is not drawn." in page.text
+    assert page.cards["Trials"][0] == "5 of 16"
     assert "Best so far" in page.text
     assert "it has not" in missing(running)["finalists"]
     assert {"micro-batch", "progress"}.isdisjoint(missing(running))

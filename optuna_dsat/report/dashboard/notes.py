@@ -57,7 +57,7 @@ def study_note(view: StudyView) -> str:
 def _progress(view: StudyView) -> str:
     running = f", {view.running} running" if view.running else ""
     return (
-        f"{view.launches_used} of {things_in_words(view.spec.max_trials, 'trial')} done{running}; "
+        f"{view.trials_done} of {things_in_words(view.spec.max_trials, 'trial')} done{running}; "
         f"{slot_time_in_words(slot_seconds(view.launches), view.spec.device)} in all."
     )
 
