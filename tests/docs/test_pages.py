@@ -131,6 +131,14 @@ def test_the_figures_show_what_the_searches_do(method: str, tmp_path: Path) -> N
     assert (tmp_path / "drawn.svg").read_text() == read(f"figures/{method}.svg"), again
 
 
+def test_the_recording_shows_its_last_line_whole() -> None:
+    """The letters' lower ends were cut, underscores with them."""
+    svg = read("figures/search.svg")
+    [height] = re.findall(r'clip-terminal"><rect [^>]*height="([\d.]+)"', svg)
+    lines = map(float, re.findall(r'<text class="search-r\d" [^>]*y="([\d.]+)"', svg))
+    assert max(lines) + 6 <= float(height)
+
+
 def test_a_search_is_the_same_on_another_cpu() -> None:
     """OpenBLAS rounds otherwise with the instructions of another CPU; a seeded search must not follow it."""
     code = "import json; from docs.generate import figures; print(json.dumps(figures.search('binary')))"
