@@ -70,14 +70,13 @@ def show_result(
     if result.headroom is not None and result.reason in BUDGETS:
         say_prose(headroom_in_words(result.headroom))
     if request is not None:
-        url = display_url(request.storage)
-        for line in continuing(request.spec, storage=url, reason=result.reason, verdict=result.verdict):
+        for line in continuing(request.spec, request.storage, reason=result.reason, verdict=result.verdict):
             say(line)
 
 
-def continuing(spec: StudySpec, *, storage: str, reason: str | None, verdict: Verdict | None) -> Iterator[str]:
+def continuing(spec: StudySpec, storage: str, *, reason: str | None, verdict: Verdict | None) -> Iterator[str]:
     """Yield the commands for more trials, if a budget ended the search, and for more rounds, if they are undecided."""
-    resume = partial(stored_command, "resume", spec.name, storage=storage)
+    resume = partial(stored_command, "resume", spec.name, storage=display_url(storage))
     if reason in BUDGETS:
         more = ("--max-trials", str(2 * spec.max_trials)) if reason == EndReason.BUDGET else ()
         yield f"More trials: {resume(*more)}"

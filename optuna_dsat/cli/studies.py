@@ -201,7 +201,7 @@ def _command_lines(study: StoredStudy, storage: str) -> Iterator[str]:
 
     verdict, name, url = study.verdict, study.spec.name, display_url(storage)
     reason = study.attributes.get(attributes.END_REASON)
-    yield from continuing(study.spec, storage=url, reason=reason, verdict=verdict)
+    yield from continuing(study.spec, storage, reason=reason, verdict=verdict)
     if reason in (None, EndReason.INTERRUPTED):
         yield f"The search has not ended. Continue or join it with: {stored_command('resume', name, storage=url)}"
     if verdict is None:

@@ -246,9 +246,7 @@ def _status(view: StudyView) -> str:
     if view.best is None:
         return f"{used} of {trials} done, and nothing could be measured so far.{flying}"
     if used >= budget and not view.running and view.spec.confirm and attributes.END_REASON not in view.attributes:
-        return (
-            f"The search is over after {things_in_words(used, 'trial')}; its finalists are not all measured again yet."
-        )
+        return f"The search is over after {things_in_words(used, 'trial')}; not all finalists are measured again yet."
     return f"The search has not ended: {used} of {trials} done.{flying}"
 
 

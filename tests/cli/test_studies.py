@@ -124,7 +124,7 @@ def test_a_search_that_its_budget_ends_reports_what_may_be_left(
     assert words in shown
     assert f"More trials: optuna-dsat resume s --max-trials 6 --storage {url}" in shown
     undecided = replace(result.verdict, kind=VerdictKind.NOT_CONFIRMED)
-    assert [*continuing(spec, storage=DEFAULT_STORAGE, reason=EndReason.TIMEOUT, verdict=undecided)] == [
+    assert [*continuing(spec, DEFAULT_STORAGE, reason=EndReason.TIMEOUT, verdict=undecided)] == [
         "More trials: optuna-dsat resume s",
         "More rounds: optuna-dsat resume s --confirm-time 3600",
     ]

@@ -152,7 +152,7 @@ def test_an_interrupted_search_is_not_called_ended(view: StudyView, rendered: st
     assert "The search has not ended: 16 of 16 trials done." in page.text
     known = {attributes.END_REASON, attributes.WINNER}
     confirming = replace(view, attributes={key: item for key, item in view.attributes.items() if key not in known})
-    assert "The search is over after 16 trials; its finalists are not all" in Page(render(confirming)).text
+    assert "The search is over after 16 trials; not all finalists are" in Page(render(confirming)).text
     assert "Best so far" in page.text
     assert "Continue the search" in page.text
 
