@@ -281,8 +281,42 @@ def correction(key: str, known: Iterable[str]) -> str:
     return f"Remove {key}, or write {corrected}" if near else f"Remove {key}"
 
 
-def correction_of_type(value: str, known: Iterable[str]) -> str:
-    """Return the remedy for a value that is not among the known ones, such as a misspelt ``optimizer.type``."""
-    names = {name.lower(): name for name in known}
-    near = near_key(value, names)
-    return f"Write {names[near]}" if near else f"Write one of {', '.join(names.values())}"
+_OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "SGD")
+_SCHEDULERS = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+_TYPES = {
+    "optimizer": (
+        *_OPTIMIZERS, "MuAdam", "MuAdamW", "MuSGD", "OneBitAdam", "OneBitLamb", "ZeroOneAdam",
+        "ASGD", "Adadelta", "Adafactor", "Adamax", "LBFGS", "NAdam", "RAdam", "RMSprop", "Rprop", "SparseAdam",
+    ),
+    "scheduler": (
+        *_SCHEDULERS, "ConstantLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts", "CyclicLR", "ExponentialLR",
+        "LambdaLR", "LinearLR", "MultiStepLR", "MultiplicativeLR", "OneCycleLR", "PolynomialLR", "ReduceLROnPlateau",
+        "StepLR",
+    ),
+}  # fmt: skip
+"""Section -> types of DeepSpeed (0.14.5 to 0.19.8) and of torch."""
+
+
+def misspelt_types(config: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for each type of the config that DeepSpeed refuses, if it resembles a known type.
+
+    Others may be classes that the script adds to ``torch.optim``. Case is not compared: DeepSpeed lowers it for its own
+    optimizers.
+    """
+    values = {section: (config.get(section) or {}).get("type") for section in _TYPES}
+    return [
+        f"DeepSpeed has no {section} {value!r}; {near!r} is probably meant."
+        for section, value in values.items()
+        if isinstance(value, str) and (near := _near_type(section, value)) and near.lower() != value.lower()
+    ]
+
+
+def _near_type(section: str, value: str) -> str:
+    names = {name.lower(): name for name in _TYPES[section]}
+    return names.get(near_key(value, names), "")
+
+
+def correction_of_type(section: str, value: str) -> str:
+    """Return the remedy for a type of ``optimizer`` or ``scheduler`` that DeepSpeed refuses."""
+    near, frequent = _near_type(section, value), _OPTIMIZERS if section == "optimizer" else _SCHEDULERS
+    return f"Write {near}" if near else f"Write one of {', '.join(frequent)}"

@@ -67,13 +67,11 @@ _WORKER_KILLED = "is killed by signal: Killed"
 _QUIET_SIGNALS = frozenset({signal.SIGABRT, signal.SIGTERM})
 """Signals that are usually the consequence of another rank's failure, not the cause."""
 
-_OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "SGD")
-_SCHEDULERS = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 _TYPES = {
-    "optimizer.type": ("is not a supported DeepSpeed Optimizer", _OPTIMIZERS),
-    "scheduler.type": ("does not recognize LR scheduler", _SCHEDULERS),
+    "optimizer.type": "is not a supported DeepSpeed Optimizer",
+    "scheduler.type": "does not recognize LR scheduler",
 }
-"""Key -> DeepSpeed's error for its value, which does not contain the key (0.19), and frequent values."""
+"""Key -> DeepSpeed's error for its value, which does not contain the key (0.19)."""
 MISMATCH = "mismatch TrainingArguments"
 """The Hugging Face Trainer's error for values that differ from its own, which recommends 'auto'."""
 
@@ -207,9 +205,9 @@ def _values_in_doubt(failed: RankFailed, facts: LaunchFacts) -> str:
     if MISMATCH in text:  # written as equal: "gradient_clipping=1.0 vs hf max_grad_norm=1.0"
         return _not_numbers({key: value for key, value in quoted.items() if f" {key}=" in text})
     strings = {key: value for key, value in strings.items() if key not in text}
-    for key, (sign, known) in _TYPES.items():
+    for key, sign in _TYPES.items():
         if sign in text and (value := strings.get(key)):
-            remedy = "" if value == AUTO else f". {correction_of_type(value, known)}"
+            remedy = "" if value == AUTO else f". {correction_of_type(key.partition('.')[0], value)}"
             return f"; {key} is {value!r}{remedy}"
     built = {key: value for key, value in strings.items() if key.startswith(("optimizer.params.", "scheduler.params."))}
     if named := [key for key in built if built[key] in text and re.search(rf"\b{key.rpartition('.')[2]}\b", text)]:

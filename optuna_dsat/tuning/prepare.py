@@ -12,7 +12,7 @@ from typing import Any
 
 from optuna_dsat.config.ds_config import flatten
 from optuna_dsat.config.knobs import MODEL
-from optuna_dsat.config.user_file import misspelt_in_words
+from optuna_dsat.config.user_file import misspelt_in_words, misspelt_types
 from optuna_dsat.errors import PATH_ERRORS, UsageError
 from optuna_dsat.script.command.interception import is_of_launch
 from optuna_dsat.script.command.source import mentioned, reads_input
@@ -101,7 +101,7 @@ def prepare(method: str | None, given: Given) -> Prepared:
 
         check_cluster(spec)
     read = {key: value for key, value in spec.ds_config.items() if key != MODEL}
-    misspelt = misspelt_in_words([*read, *flatten(read)])
+    misspelt = [*misspelt_in_words([*read, *flatten(read)]), *misspelt_types(read)]
     request = StudyRequest(
         spec=spec,
         devices=devices,

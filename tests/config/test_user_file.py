@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from optuna_dsat.config import ds_config, user_file
-from optuna_dsat.config.user_file import correction, misspelt_in_words, misspelt_keys
+from optuna_dsat.config.user_file import correction, misspelt_in_words, misspelt_keys, misspelt_types
 from optuna_dsat.errors import ConfigError
 
 
@@ -172,6 +173,23 @@ def test_misspelt_keys_in_words_name_the_key_as_it_is_written() -> None:
     assert text == "DeepSpeed ignores the key 'zero_optimisation' of the config; 'zero_optimization' is probably meant."
     (text,) = misspelt_in_words(["mixed_precision", "fsdp_config.fsdp_offload_params", "fsdp_config.x", "_comment"])
     assert text.startswith("DeepSpeed ignores mixed_precision, fsdp_config in the config: without effect unless")
+
+
+@pytest.mark.parametrize(
+    ("config", "lines"),
+    [
+        ({"optimizer": {"type": "AdamWW"}}, ["DeepSpeed has no optimizer 'AdamWW'; 'AdamW' is probably meant."]),
+        (
+            {"scheduler": {"type": "WarmupCosLR"}},
+            ["DeepSpeed has no scheduler 'WarmupCosLR'; 'WarmupCosineLR' is probably meant."],
+        ),
+        ({"optimizer": {"type": "adamW"}, "scheduler": {"type": "OneCycleLR"}}, []),
+        ({"optimizer": {"type": "AdEMAMix"}, "scheduler": {"type": "auto"}}, []),
+        ({"optimizer": None, "scheduler": {}}, []),
+    ],
+)
+def test_a_type_that_resembles_one_of_deepspeed_or_torch_is_named(config: dict[str, Any], lines: list[str]) -> None:
+    assert misspelt_types(config) == lines
 
 
 def test_a_wrong_key_is_corrected_by_a_known_name_that_it_resembles() -> None:

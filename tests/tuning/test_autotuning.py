@@ -71,12 +71,14 @@ def test_what_cannot_be_honoured_is_named(section: dict[str, Any], named: str) -
     assert named in notes[0]
 
 
-def test_misspelt_keys_of_the_config_are_named(bench: EntryPointBench) -> None:
-    (bench.folder / "ds.json").write_text(json.dumps({**DS_CONFIG, "zero_optimisation": {"stage": 3}}))
+def test_misspelt_keys_and_types_of_the_config_are_named(bench: EntryPointBench) -> None:
+    misspelt = {"zero_optimisation": {"stage": 3}, "scheduler": {"type": "WarmpLR"}}
+    (bench.folder / "ds.json").write_text(json.dumps({**DS_CONFIG, **misspelt}))
     given = Given(options=RandomOptions(script="train.py", ds_config="ds.json", cpu_ranks=2), origins={})
-    assert "DeepSpeed ignores the key 'zero_optimisation' of the config; 'zero_optimization' is probably meant." in (
-        prepare("random", given).notes
-    )
+    assert prepare("random", given).notes[:2] == [
+        "DeepSpeed ignores the key 'zero_optimisation' of the config; 'zero_optimization' is probably meant.",
+        "DeepSpeed has no scheduler 'WarmpLR'; 'WarmupLR' is probably meant.",
+    ]
 
 
 def test_variables_of_the_shell_that_the_script_reads_are_named(
