@@ -54,6 +54,15 @@ def test_the_command_is_the_golden_one(name: str, changes: dict[str, Any]) -> No
     assert "\n".join(command) + "\n" == (GOLDEN / name).read_text(encoding="utf-8")
 
 
+def test_an_option_of_the_script_is_no_abbreviation_of_torchrun_s() -> None:
+    from torch.distributed.run import parse_args
+
+    command = torchrun_command(golden_request(args=("--run", "a", "--log=b", "--", "c")), directory=DIRECTORY)
+    parsed = parse_args(list(command[3:]))
+    script = ["train.py", "--run", "a", "--log=b", "--", "c"]
+    assert (parsed.training_script, parsed.training_script_args) == ("optuna_dsat.runtime", script)
+
+
 def test_the_agent_gets_the_arguments_of_torchrun(tmp_path: Path) -> None:
     pool, directory = SlotPool(cpu_devices(2)), RunDirectory.create(tmp_path, "trial-0007")
     asked = golden_request(python=sys.executable)

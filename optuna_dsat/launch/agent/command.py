@@ -76,7 +76,7 @@ def rank_words(request: LaunchRequest) -> tuple[str, ...]:
     """Return the program and arguments that torchrun starts on each rank, which need ``rank_variables``."""
     script = request.command
     return (
-        *("-m", "optuna_dsat.runtime"),
+        *("-m", "--", "optuna_dsat.runtime"),  # behind "--", the script's --run is no abbreviation of --run-path
         *(("--module",) if script.is_module else ()),
         script.script,
         *map_arguments(
