@@ -15,7 +15,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, NoReturn, TextIO
+from typing import Annotated, Any, NoReturn, TextIO
 
 import typer
 from typer.core import TyperGroup
@@ -23,7 +23,7 @@ from typer.exceptions import TyperException
 
 from optuna_dsat.cli.parsing.catalogue import TAKE_LAUNCHER, Catalogue
 from optuna_dsat.cli.parsing.help import HELP_NAMES
-from optuna_dsat.cli.parsing.options_file import OPTIONS_ENV, file_of
+from optuna_dsat.cli.parsing.options_file import FILE, OF_COMMAND, OPTIONS_ENV, file_of
 from optuna_dsat.cli.parsing.rewriting import COUNTS, hide_secrets, lift_option, spread_numbers
 from optuna_dsat.display.stopping import EXIT_INTERRUPTED
 from optuna_dsat.errors import PATH_ERRORS, DsatError, ScriptFailedError, UsageError, exit_code_of
@@ -85,7 +85,7 @@ def _root(
     file = file_of(options, cwd=Path.cwd(), on_ignored=lambda text: say_prose(text, file=sys.stderr))
     if file is not None and isinstance(context.command, TyperGroup):
         context.default_map = file.default_map(context.command, context)
-        context.obj = str(file.path)
+        context.ensure_object(dict)[FILE] = str(file.path)
 
 
 def _commands() -> TyperGroup:
@@ -198,12 +198,13 @@ def _run(arguments: list[str]) -> NoReturn:
     try:
         _check_folder()
         arguments = lift_option(spread_numbers(arguments, *COUNTS), "--options")
-        commands = _commands()
+        commands, known = _commands(), dict[str, Any]()
         if TAKE_LAUNCHER.intersection(arguments):
             from optuna_dsat.cli.parsing.launch_prefix import unfold_command
 
-            arguments = unfold_command(arguments, commands, cwd=Path.cwd()).apply()
-        code = commands.main(args=arguments, standalone_mode=False)
+            unfolded = unfold_command(arguments, commands, cwd=Path.cwd())
+            arguments, known[OF_COMMAND] = unfolded.apply(), unfolded.of_command
+        code = commands.main(args=arguments, standalone_mode=False, obj=known)
         sys.stdout.flush()  # a closed pipe raises here rather than at the interpreter's exit
     except DsatError as error:
         _report(error)

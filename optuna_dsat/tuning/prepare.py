@@ -26,7 +26,7 @@ from optuna_dsat.tuning.options.tune_options import DEFAULT_METHOD
 from optuna_dsat.tuning.spec_builder import build_spec, search_devices
 
 _DEVICES = ("gpus_per_trial", "cpu_ranks")
-_OF_THIS_SEARCH = ("command line", "argument")
+_OF_THIS_SEARCH = ("command line", "training command", "argument")
 """Origins of options given for this search only; files and the environment apply to all searches."""
 
 

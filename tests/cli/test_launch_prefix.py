@@ -37,6 +37,21 @@ def launchers_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("optuna_dsat.script.command.launch_command.intercept", intercept_here)
 
 
+def test_a_dry_run_names_the_training_command_as_origin_of_its_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    stand_in_for_torch(tmp_path, monkeypatch)
+    tmp_path.joinpath("train.py").write_text(TRAINS)
+    words = ["random", "--dry-run", "--max-trials", "3", "torchrun", "--nproc_per_node", "2", "train.py"]
+    assert leave(*words) == 0
+    rows = [line.split(" │ ") for line in capsys.readouterr().out.partition("left at their defaults")[2].splitlines()]
+    origins = {row[0].strip(" │"): row[-1].strip(" │") for row in rows if len(row) == 3}
+    of_command = dict.fromkeys(("cpu-ranks", "train-launcher", "python"), "training command")
+    assert origins == {"max-trials": "command line", **of_command}
+
+
 def test_doctor_reads_a_command_as_a_search_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     tmp_path.joinpath("train.py").write_text("")

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -58,7 +58,7 @@ def test_an_option_of_the_script_is_no_abbreviation_of_torchrun_s() -> None:
     from torch.distributed.run import parse_args
 
     command = torchrun_command(golden_request(args=("--run", "a", "--log=b", "--", "c")), directory=DIRECTORY)
-    parsed = parse_args(list(command[3:]))
+    parsed = cast(Any, parse_args)(list(command[3:]))
     script = ["train.py", "--run", "a", "--log=b", "--", "c"]
     assert (parsed.training_script, parsed.training_script_args) == ("optuna_dsat.runtime", script)
 

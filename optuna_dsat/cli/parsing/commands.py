@@ -9,6 +9,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
+from optuna_dsat.cli.parsing.options_file import FILE, OF_COMMAND
 from optuna_dsat.cli.parsing.parameters import finite
 from optuna_dsat.study.options.declaration import PANELS, Option, fields_of, option_of, options_in
 
@@ -113,17 +114,18 @@ def _place(option: Option | None) -> int:
 
 
 def origins_of(context: typer.Context, names: Iterable[str]) -> dict[str, str]:
-    """Return the origin of each given option in ``names``: ``command line``, a variable's name or a file's."""
-    variables = {param.name: param.envvar for param in context.command.params}
+    """Return the origin of each given option in ``names``: ``command line``, the command, a variable, a file."""
+    params, known = {param.name: param for param in context.command.params}, context.find_root().ensure_object(dict)
     origins = {}
     for name in names:
         source = context.get_parameter_source(name)
         if source is None or source.name == "DEFAULT":
             continue
         if source.name == "DEFAULT_MAP":
-            origins[name] = str(context.find_root().obj)  # the file that the callback of all commands read
+            origins[name] = known[FILE]
         elif source.name == "ENVIRONMENT":
-            origins[name] = str(variables[name])
+            origins[name] = str(params[name].envvar)
         else:
-            origins[name] = "command line"
+            is_of_command = known.get(OF_COMMAND, frozenset()).intersection(params[name].opts)
+            origins[name] = "training command" if is_of_command else "command line"
     return origins

@@ -103,15 +103,22 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> Unfol
         notify(note)
     ranks, gpus = _ranks(command, options=options, given=parts, engine=engine, cwd=folder or cwd)
     target = _target(command, named=named is not None, cwd=folder or cwd)
+    launch = [*ranks]
     if command.prepared:
-        places += ["--prepared", command.prepared]
+        launch += ["--prepared", command.prepared]
         if value_given(parts, "--isolation") == "off":
             notify("With --isolation off trials do not see the files that the command has made: make them beforehand.")
     if command.launcher and value_given(options, "--train-launcher") is None:
-        places += ["--train-launcher", command.launcher]
+        launch += ["--train-launcher", command.launcher]
     if command.binds_cores:
-        places += ["--fix", "bind_cores=true"]
-    return Unfolded(arguments=[*argv[: start + 1], *options, *places, *ranks, *target], folder=folder, gpus=gpus)
+        launch += ["--fix", "bind_cores=true"]
+    typed = {word.partition("=")[0] for word in options}
+    return Unfolded(
+        arguments=[*argv[: start + 1], *options, *places, *launch, *target],
+        folder=folder,
+        gpus=gpus,
+        of_command=frozenset(word for word in (*launch, *target[: target.index("--")]) if word[:2] == "--") - typed,
+    )
 
 
 def _refuse_missing(words: Sequence[str], *, cwd: Path) -> None:
@@ -333,6 +340,8 @@ class Unfolded:
     """``CUDA_VISIBLE_DEVICES`` of the search; None to keep the present value."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that a command without ``--env`` sets for the script."""
+    of_command: frozenset[str] = frozenset()
+    """Options in ``arguments`` whose values are the training command's."""
 
     def apply(self) -> list[str]:
         """Change working directory and environment of this process accordingly; return the arguments."""

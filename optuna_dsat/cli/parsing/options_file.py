@@ -35,6 +35,8 @@ from optuna_dsat.runtime.failure import rule_in_words
 
 OPTIONS_ENV = "OPTUNA_DSAT_OPTIONS"
 """Environment variable with the path of an options file."""
+FILE, OF_COMMAND = "file", "of_command"
+"""Keys of the root context's object: path of the options file read, spellings of options set by a training command."""
 _TABLE = "optuna-dsat"
 _NOT_SHARED = {
     "resume": frozenset({"max_trials", "min_gain", "confirm_time", "wait_for_gpus", "python"}),
