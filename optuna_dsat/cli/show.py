@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from optuna_dsat.tuning.options.given import Given
     from optuna_dsat.tuning.run import AtGpus
 
+_MOST_SHARE = 1.1
+"""Share of linear scaling that noise and caches explain."""
 _NOT_LISTED = frozenset({"script", "ds_config", "script_args", "dry_run", "json_output"})
 
 
@@ -152,6 +154,12 @@ def show_by_gpus(result: Sequence[AtGpus], *, best: StudyResult, as_json: bool =
         rows.append((row.gpus, all_, each, "-" if share is None else f"{share:.0%}", times, row.study))
     print(f"By number of {unit}s:")
     print_table(headings, rows, right=headings[:-1])
+    if max((share for share in shares if share), default=0.0) > _MOST_SHARE:
+        first = things_in_words(next(item.gpus for item in result if item.samples_per_s), unit)
+        say_prose(
+            f"Scaling above 100% is not the hardware's: with {first} the search found no config that is as fast per "
+            f"{unit}. Memory may allow none, or more trials may find it (--max-trials)."
+        )
     say(f"Most samples/s in all: {best.study}. Train with it:\n  {best.command}")
 
 

@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import pytest
 
 import optuna_dsat
+from optuna_dsat.cli.show import show_by_gpus
 from optuna_dsat.config import user_file
 from optuna_dsat.config.autotuning_section import parse_autotuning
 from optuna_dsat.errors import DsatError
@@ -234,6 +235,21 @@ def test_a_sweep_shows_how_samples_grow_and_repeats_nothing_when_typed_again(run
     assert {gpus: item.study for gpus, item in result.by_gpus.items()} == {
         count: f"train-random-{count}gpu" for count in (1, 2)
     }
+
+
+@pytest.mark.parametrize(("most", "is_explained"), [(190.0, False), (8084.0, True)])
+def test_scaling_far_above_linear_is_explained(
+    most: float, is_explained: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rates = {1: 0.0, 2: 100.0, 4: most}
+    rows: Any = [
+        Mock(gpus=gpus, samples_per_s=rate or None, samples_per_s_per_gpu=rate / gpus or None, run=None, result=None)
+        for gpus, rate in rates.items()
+    ]
+    show_by_gpus(rows, best=Mock(study="best", command="train"))
+    assert (
+        "with 2 GPUs the search found no config that is as fast per GPU." in capsys.readouterr().out
+    ) == is_explained
 
 
 class Interrupted(Hill):
