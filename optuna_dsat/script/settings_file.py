@@ -295,6 +295,8 @@ class _Document:
         """Whether a value may be the path of a file next to the document, to be read by the script."""
         if not isinstance(value, str) or not value.strip("./") or (key and _WRITTEN.search(key[-1])):
             return False
+        if key[:1] == ("defaults",) and key[1:2] and key[1].isdecimal():  # Hydra's list of files below its folder
+            return value != "_self_"
         try:
             return not Path(value).is_absolute() and (self.file.parent / value).exists()
         except (OSError, ValueError):  # not a path: too long, or with an invalid character

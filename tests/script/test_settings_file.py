@@ -111,6 +111,7 @@ def test_a_copy_names_the_best_config_where_its_file_names_the_users(
 def test_a_folder_that_an_earlier_run_wrote_is_no_file_to_read(tmp_path: Path) -> None:
     assert copied(tmp_path, "data: [{batch: 3}]\noutput_dir: ../conf\n") is not None
     assert copied(tmp_path, "data: [{batch: 3}]\ndataset: ../conf\n") is None
+    assert copied(tmp_path, "data: [{batch: 3}]\ndefaults: [_self_]\n") is not None
 
 
 def test_a_number_that_counts_the_samples_of_all_ranks_stays_one(tmp_path: Path) -> None:
@@ -130,11 +131,12 @@ def test_a_number_that_counts_the_samples_of_all_ranks_stays_one(tmp_path: Path)
         ("data: [{batch: 3}]\nbase: run.yaml\n", {}),
         ("data: [{batch: 3}]\nbase: ../conf/run.yaml\n", {}),
         ("data: [{batch: 3}]\nbase: !include other.yaml\n", {}),
+        ("data: [{batch: 3}]\ndefaults: [_self_, {model: small}]\n", {}),
         ("data: [{size: 3}]\n", {}),
         ("", {}),
         ("data: [\n", {}),
     ],
-    ids=["as it is", "no setting", "not named", "format", "alias", "beside", "above", "tag", "gone",
+    ids=["as it is", "no setting", "not named", "format", "alias", "beside", "above", "tag", "hydra", "gone",
          "empty", "broken"],
 )  # fmt: skip
 def test_nothing_is_copied_where_that_may_mean_something_else(
