@@ -133,7 +133,9 @@ class LaidConfig(dict[str, Any]):
         self.noted: set[str] = set(config.noted) if isinstance(config, LaidConfig) else set()
         """Dotted keys passed to ``note_own``."""
         self._replaced = {
-            key: (before.get(key), after.get(key)) for key in {**before, **after} if before.get(key) != after.get(key)
+            key: (before.get(key), after.get(key))
+            for key in {**before, **after}
+            if before.get(key) != after.get(key) or key in self.noted
         }
 
     def note_own(self, key: str, value: Any) -> None:
@@ -146,7 +148,7 @@ class LaidConfig(dict[str, Any]):
         """Return the config with the script's values; later changes by the script or the library are kept."""
         result = flatten(self)
         for key, (before, after) in self._replaced.items():
-            if result.get(key) == after or after == "auto" != before:
+            if result.get(key) == after or after == "auto":
                 result[key] = before
         return nest({key: value for key, value in result.items() if value is not None})
 

@@ -90,7 +90,8 @@ def config_differences(
             continue
         if key == GRADIENT_ACCUMULATION and value == user_value != launched:
             differences[key] = [value, value]
-        if not _agree(value, user_value) and (is_own or not _agree(value, launched)):
+        is_open = is_own and value == _AUTO and key not in flat_user  # a trainer computes it
+        if is_open or (not _agree(value, user_value) and (is_own or not _agree(value, launched))):
             differences[key] = [value, flat_user.get(key)]
     return differences
 

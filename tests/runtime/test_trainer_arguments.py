@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +13,24 @@ import pytest
 
 from optuna_dsat.runtime.adapt.trainers import HuggingFaceHook, LightningHook
 from optuna_dsat.runtime.events import TrainerFound
+from optuna_dsat.runtime.rank import LaunchPlan
+from optuna_dsat.runtime.trial_config import TrialConfig
 from tests.harness.ranks import plan_of, rank_of
 
 OWN = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}
 
 
 def test_a_config_without_zero_gets_the_section_that_accelerate_insists_on() -> None:
+    config_class = hooked_config()
+    laid = config_class({"gradient_clipping": 1.0}).config
+    assert laid["zero_optimization"] == {"stage": 0}
+    assert "zero_optimization" not in laid.scripts_own()
+    assert config_class({"zero_optimization": {"stage": 2}}).config["zero_optimization"] == {"stage": 2}
+
+
+def hooked_config() -> Any:
+    """Return the class of a library's config, patched as in a measured launch."""
+
     class HfDeepSpeedConfig:
         def __init__(self, config: dict[str, Any]) -> None:
             self.config = config
@@ -24,12 +38,28 @@ def test_a_config_without_zero_gets_the_section_that_accelerate_insists_on() -> 
         def set_stage_and_offload(self) -> None:
             pass
 
+        def trainer_config_finalize(self) -> None:
+            pass
+
     hook = HuggingFaceHook(plan=plan_of(), rank=rank_of(), write=print)
     hook._config_imported(SimpleNamespace(HfDeepSpeedConfig=HfDeepSpeedConfig))
-    laid = HfDeepSpeedConfig({"gradient_clipping": 1.0}).config
-    assert laid["zero_optimization"] == {"stage": 0}
-    assert "zero_optimization" not in laid.scripts_own()  # type: ignore[attr-defined]
-    assert HfDeepSpeedConfig({"zero_optimization": {"stage": 2}}).config["zero_optimization"] == {"stage": 2}
+    return HfDeepSpeedConfig
+
+
+def test_lengths_that_the_trainer_computes_for_a_launch_are_no_values_of_the_script(tmp_path: Path) -> None:
+    """The best config had 100000 steps, which the Trainer refuses, where the script's config has "auto"."""
+    config_class, config = hooked_config(), TrialConfig(config_in_code(tmp_path), world_size=2)
+    params = {"total_num_steps": "auto", "warmup_num_steps": 3, "warmup_min_lr": 0}
+    laid = config_class(deepcopy(config_class({"scheduler": {"params": params}}).config)).config  # by accelerate, too
+    assert laid["scheduler"]["params"] == {**params, "warmup_num_steps": "auto"}
+    laid["scheduler"]["params"].update(total_num_steps=100_000, warmup_num_steps=5_000)
+    differences = {key.rpartition(".")[2]: own for key, (own, _) in config.differences(laid).items()}
+    assert differences == params
+
+
+def config_in_code(folder: Path) -> LaunchPlan:
+    (folder / "launch.json").write_text("{}", encoding="utf-8")
+    return plan_of(config_path=str(folder / "launch.json"), user_config_path="")
 
 
 def hooked(if_failed: Any = print, **overlay: Any) -> Any:

@@ -26,7 +26,15 @@ from optuna_dsat.runtime.adapt.accelerate import AccelerateConfig
 from optuna_dsat.runtime.adapt.ranks import wrong_number
 from optuna_dsat.runtime.events import Event, TrainerFound
 from optuna_dsat.runtime.imports import patch
-from optuna_dsat.runtime.overlay import GRADIENT_ACCUMULATION, MICRO_BATCH, LaidConfig, effective_config, is_bf16
+from optuna_dsat.runtime.overlay import (
+    GRADIENT_ACCUMULATION,
+    MICRO_BATCH,
+    LaidConfig,
+    effective_config,
+    flatten,
+    is_bf16,
+    scripts_own,
+)
 from optuna_dsat.runtime.rank import LaunchPlan, Rank
 
 
@@ -169,9 +177,13 @@ class HuggingFaceHook(TrainerHook):
             laid = effective_config(config.config, self._plan.overlay)
             laid.setdefault("zero_optimization", {"stage": 0})  # accelerate rejects configs without this section
             params = (laid.get("scheduler") or {}).get("params")
-            if hasattr(config, "trainer_config_finalize") and isinstance(params, dict):
-                params.update({key: "auto" for key in SCHEDULE_LENGTH_KEYS if key in params})
+            params = params if hasattr(config, "trainer_config_finalize") and isinstance(params, dict) else {}
+            lengths = [key for key in SCHEDULE_LENGTH_KEYS if key in params]
+            params.update(dict.fromkeys(lengths, "auto"))
+            scripts = flatten(scripts_own(config.config))
             config.config = LaidConfig(config.config, laid)
+            for key in (f"scheduler.params.{name}" for name in lengths):  # the computed lengths are the launch's
+                config.config.note_own(key, scripts[key])
             config.set_stage_and_offload()
 
     def _plugin_imported(self, module: Any) -> None:
