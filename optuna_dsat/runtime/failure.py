@@ -339,13 +339,16 @@ _SECTIONS = {
 """DeepSpeed 0.19 class that validates a section -> the section's key."""
 _LONGEST = 400
 """Maximum characters of a line."""
+_TRACEBACK = "Traceback (most recent call last):\n"
+_IN_WORKER = f"\nOriginal {_TRACEBACK}"
+"""Part of torch's message for an error that was raised in another process or thread (``torch._utils``)."""
 
 
 def failure_line(message: str) -> str:
     """Return an exception's message in a single line.
 
-    For a validation error, this contains the keys, their values and the reasons. A first line that ends with a colon
-    is followed by the other lines.
+    For a validation error, this contains the keys, their values and the reasons; for an error of a data loader's worker,
+    the worker's message. A first line that ends with a colon is followed by the other lines.
     """
     if refused := list(refused_values(message)):
         texts = [f"{key} is {value}: {reason}" if value else f"{key}: {reason}" for key, value, reason in refused]
@@ -354,7 +357,12 @@ def failure_line(message: str) -> str:
     if lines and lines[0].endswith(":"):
         listed = "; ".join(line.removeprefix("- ") for line in lines[1:])
         return shortened(f"{lines[0]} {listed}".rstrip(".: "), _LONGEST)
-    return lines[0].rstrip(".") if lines else ""
+    first = lines[0].rstrip(".") if lines else ""
+    if _IN_WORKER in message:
+        below = message.rpartition(_TRACEBACK)[2].splitlines()
+        raised = next((line for line in below if line and not line[0].isspace()), "")
+        return shortened(f"{first}: {raised}".rstrip(".: "), _LONGEST)
+    return first
 
 
 def refused_values(message: str) -> Iterator[tuple[str, str, str]]:

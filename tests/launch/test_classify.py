@@ -402,6 +402,13 @@ def test_evaluation_that_is_left_out_is_told(seconds: list[float], message: str)
             "Please correct:\n- lr=1 vs 2\n- steps=3 vs 4\nSet them to 'auto'.",
             "Please correct: lr=1 vs 2; steps=3 vs 4; Set them to 'auto'",
         ),
+        (
+            "Caught KeyError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
+            '  File "a.py", line 1, in b\n    c()\nOSError: d\n\nDuring handling of the above exception, another '
+            'exception occurred:\n\nTraceback (most recent call last):\n  File "a.py", line 3, in b\n'
+            "KeyError: 'bad sample 633'\n",
+            "Caught KeyError in DataLoader worker process 0: KeyError: 'bad sample 633'",
+        ),
         ("\n  first line.\nsecond", "first line"),
         ("", ""),
     ],
