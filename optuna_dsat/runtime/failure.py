@@ -347,8 +347,8 @@ _IN_WORKER = f"\nOriginal {_TRACEBACK}"
 def failure_line(message: str) -> str:
     """Return an exception's message in a single line.
 
-    For a validation error, this contains the keys, their values and the reasons, for an error in a worker its message. A
-    first line that ends with a colon is followed by the other lines.
+    For a validation error, this contains the keys, their values and the reasons; for an error in a worker, its message.
+    A first line that ends with a colon is followed by the other lines.
     """
     if refused := list(refused_values(message)):
         texts = [f"{key} is {value}: {reason}" if value else f"{key}: {reason}" for key, value, reason in refused]
