@@ -280,7 +280,14 @@ def test_settings_of_accelerates_yaml_that_a_config_file_replaces_are_reported_a
 
 def test_a_launcher_in_a_process_of_its_own_says_what_it_refuses(folder: Path) -> None:
     started_none = r"^torchrun started no rank here: .*training_script.*SCRIPT CONFIG"
-    for command, message in (("accelerate config", "accelerate launch"), ("torchrun --standalone", started_none)):
+    (folder / "acc.yaml").write_text("distributed_type: DEEPSPEED\ndeepspeed_config: ds.json\n")
+    (folder / "broken.yaml").write_text("distributed_type: {a: 1\nb: 2\n")
+    for command, message in (
+        ("accelerate config", "accelerate launch"),
+        ("torchrun --standalone", started_none),
+        ("accelerate launch --config_file acc.yaml x.py", "acc.yaml: deepspeed_config is 'ds.json'; it must be a sec"),
+        ("accelerate launch --config_file broken.yaml x.py", "while parsing a flow mapping in .*broken.yaml.*line 1"),
+    ):
         with pytest.raises(UsageError, match=message) as refused:
             read(folder, command)
         assert "\n" not in str(refused.value)

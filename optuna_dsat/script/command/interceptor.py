@@ -179,16 +179,27 @@ def _torchrun(run: Any) -> None:
 
 
 def _accelerate(launch: Any) -> None:
-    validate = launch._validate_launch_command
+    validate, load = launch._validate_launch_command, launch.load_config_from_file
+
+    def loaded(file: Any) -> Any:
+        result = load(file)
+        if isinstance(named := getattr(result, "deepspeed_config", None), str):
+            raise ValueError(f"deepspeed_config is {named!r}; it must be a section with deepspeed_config_file: {named}")
+        return result
 
     def validated(given: Any) -> Any:
         asked = given.num_processes
-        result = validate(given)
+        try:
+            result = validate(given)
+        except Exception as error:  # noqa: BLE001 - accelerate's message, in a line with the file
+            message, file = " ".join(str(error).split()), str(given.config_file or "")
+            sys.exit(message if file in message else f"{file}: {message}")
         defaults = getattr(result[1], "__dict__", None)
         _note("accelerate", result[0], asked=asked, defaults=defaults)
         result[0].num_machines = 1
         return result
 
+    launch.load_config_from_file = loaded
     launch._validate_launch_command = validated
 
 
