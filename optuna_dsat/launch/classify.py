@@ -59,6 +59,8 @@ _SENT_BY_OTHERS = frozenset({*ENDING, signal.SIGKILL}) - {signal.SIGXCPU}
 _LEAST_SHARED_BYTES = 2**25
 """Free bytes in shared memory below which communication on the CPU may fail."""
 
+_SHARED_MEMORY_FULL = "; a full /dev/shm is the usual cause (in a container: --shm-size)"
+
 _FROM_OUTSIDE = " from outside: neither by the search nor, by its count, the kernel's OOM killer"
 
 _WORKER_KILLED = "is killed by signal: Killed"
@@ -179,6 +181,8 @@ def _own_failure(facts: LaunchFacts) -> Verdict | None:
         if records:
             record = records[0]
             cause = failure_line(record.message) + _values_in_doubt(record, facts)
+            if "[Errno 28]" in record.message and "/multiprocessing/" in record.traceback:  # a semaphore, or a queue
+                cause += _SHARED_MEMORY_FULL
             return _from_record(record, record.error_type, cause=cause)
     for event in facts.of(RankFinished):
         _, is_exit, code = event.reason.partition("exit_code_")
@@ -260,10 +264,11 @@ def _describe_death(rank: int, code: int, *, scarce: bool) -> str:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
-    full = "; a full /dev/shm is the usual cause"
     hints = {
-        -signal.SIGBUS: full,
-        -signal.SIGSEGV: full if scarce else "",  # DeepSpeed's operator uses a buffer that was not allocated
+        -signal.SIGBUS: _SHARED_MEMORY_FULL,
+        -signal.SIGSEGV: _SHARED_MEMORY_FULL
+        if scarce
+        else "",  # DeepSpeed's operator uses a buffer that was not allocated
         -signal.SIGXCPU: ", as its CPU time is limited (ulimit -t)",
     }
     return f"rank {rank}: killed by {name}{hints.get(code, '')}"

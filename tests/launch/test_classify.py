@@ -188,6 +188,14 @@ def test_a_crash_with_a_full_dev_shm_names_it(free: int | None, told: bool) -> N
     assert ("a full /dev/shm is the usual cause" in verdict.message) is told
 
 
+@pytest.mark.parametrize(("place", "told"), [("multiprocessing/synchronize.py", True), ("train.py", False)])
+def test_a_process_that_gets_no_room_in_dev_shm_names_it(place: str, told: bool) -> None:
+    traceback = f'Traceback (most recent call last):\n  File "/lib/{place}", line 57, in __init__\nOSError'
+    fields = {"error_type": "OSError", "message": "[Errno 28] No space left on device", "traceback": traceback}
+    verdict = classify(facts(failed(0, "script_error", **fields)))
+    assert ("a full /dev/shm is the usual cause" in verdict.message) is told
+
+
 def test_out_of_memory_tells_rank_place_and_size() -> None:
     record = failed(1, OOM, missing_bytes=3 * 2**30, steps=2, traceback="\n".join(map(str, range(100))))
     verdict = classify(facts(failed(0, OOM, time=1.0), record))
