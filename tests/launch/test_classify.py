@@ -191,7 +191,11 @@ def test_a_crash_with_a_full_dev_shm_names_it(free: int | None, told: bool) -> N
 @pytest.mark.parametrize(("place", "told"), [("multiprocessing/synchronize.py", True), ("train.py", False)])
 def test_a_process_that_gets_no_room_in_dev_shm_names_it(place: str, told: bool) -> None:
     traceback = f'Traceback (most recent call last):\n  File "/lib/{place}", line 57, in __init__\nOSError'
-    fields = {"error_type": "OSError", "message": "[Errno 28] No space left on device", "traceback": traceback}
+    fields: dict[str, Any] = {
+        "error_type": "OSError",
+        "message": "[Errno 28] No space left on device",
+        "traceback": traceback,
+    }
     verdict = classify(facts(failed(0, "script_error", **fields)))
     assert ("a full /dev/shm is the usual cause" in verdict.message) is told
 
