@@ -166,7 +166,7 @@ def training_command(
     if profiled is not None and profiled.starts_ranks:
         launcher = [python, *module]
     elif rank_option == "--local-rank" and spec.train_launcher is None:
-        launcher = [python, "-m", "torch.distributed.launch", "--nproc_per_node", ranks, *module]
+        launcher = [python, "-m", "torch.distributed.launch", "--nproc_per_node", ranks, *module, *_separator(args)]
     elif spec.train_launcher == "deepspeed" or (
         spec.train_launcher is None
         and (
@@ -179,17 +179,33 @@ def training_command(
         binding = [BIND_CORES_OPTION] if binds_cores(config) and shutil.which("numactl") else []
         launcher = [program("deepspeed", spec.python), "--num_gpus", ranks, *binding, *without, *deepspeed_module]
     else:
-        launcher = [program("torchrun", spec.python), "--nproc_per_node", ranks, *module]
+        launcher = [program("torchrun", spec.python), "--nproc_per_node", ranks, *module, *_separator(args)]
     settings = device_settings(spec)
     if host_threads:
         settings.append(f"OMP_NUM_THREADS={host_threads}")
     settings += [f"{name}={value}" for name, value in environment.items()]
     if spec.on != "here":
-        target = [*module, script.script, *args]
+        target = [*module, *_separator(args), script.script, *args]
         command = cluster_training_command(spec, settings=settings, words=target)
     else:
         command = shell_join([*environment_words(spec, settings), *launcher, script.script, *args])
     return command, replaced or _ACCELERATE_CONFIG in environment
+
+
+_OF_TORCHRUN = (
+    *("duplicate-stderr-filters", "duplicate-stdout-filters", "event-log-handler", "local-addr", "local-ranks-filter"),
+    *("log-dir", "logs-specs", "master-addr", "master-port", "max-restarts", "monitor-interval", "no-python"),
+    *("node-rank", "nproc-per-node", "numa-binding", "rdzv-backend", "rdzv-conf", "rdzv-endpoint", "rdzv-id"),
+    *("run-path", "shutdown-timeout", "signals-to-handle", "start-method", "virtual-local-rank"),
+)
+"""Options of torchrun (2.13) that are also written with underscores."""
+
+
+def _separator(args: Sequence[str]) -> list[str]:
+    """Return ``--`` if torchrun would refuse an argument of the script as an ambiguous abbreviation, such as --run."""
+    spelled = [f"--{mark.join(name.split('-'))}" for name in _OF_TORCHRUN for mark in "-_"]
+    typed = {arg.partition("=")[0] for arg in args if arg.startswith("--") and arg != "--"} - {*spelled}
+    return ["--"] if any(sum(option.startswith(word) for option in spelled) > 1 for word in typed) else []
 
 
 _ACCELERATE = "ACCELERATE_USE_DEEPSPEED"

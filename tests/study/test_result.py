@@ -123,6 +123,23 @@ def test_the_command_starts_with_the_launcher_that_was_typed(typed: str, rank_op
 
 
 @pytest.mark.parametrize(
+    ("args", "start"),
+    [
+        (("--run", "a"), "torchrun --nproc_per_node 4 -- /project/train.py --run a"),
+        (("--log=b",), "torchrun --nproc_per_node 4 -- /project/train.py --log=b"),
+        (("--run_name", "a", "--log-dir", "b", "--tee"), "torchrun --nproc_per_node 4 /project/train.py --run_name a"),
+    ],
+)
+def test_an_option_of_the_script_that_torchrun_takes_for_two_of_its_own_follows_a_separator(
+    args: tuple[str, ...], start: str
+) -> None:
+    result = spec()
+    script = result.script.model_copy(update={"args": args})
+    command, _ = training_command(result.model_copy(update={"script": script}), {}, BEST)
+    assert command.startswith(start)
+
+
+@pytest.mark.parametrize(
     ("source", "start"),
     [
         ("import torch.multiprocessing as mp\nmp.spawn(print, nprocs=4)\n", "torchrun --nproc_per_node 4"),  # or may
