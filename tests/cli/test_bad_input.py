@@ -67,7 +67,7 @@ CASES = {
         ["train", "definition:MyTrial", "ds.json", "--max-length", "10steps"],
         "--max-length: '10steps' is not a length: write 100batches",
     ),
-    "trial-module-missing": (["asha", "gone:MyTrial", "ds.json"], "there is no gone.py in"),
+    "trial-module-missing": (["asha", "gone:MyTrial", "ds.json", "--launcher", "torchrun"], "there is no gone.py in"),
     "trial-not-python": (["asha", "broken:MyTrial", "ds.json"], "The module broken is not Python (line 1)"),
     "module-is-a-path": (
         ["asha", "--module", "package/train.py", "ds.json"],

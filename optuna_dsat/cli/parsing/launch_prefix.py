@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,8 +57,8 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> Unfol
         words = words[1:]
     if first is None or not words or (first.startswith("-") and first != "--"):
         return Unfolded(arguments=argv)
+    known = frozenset(name for param in search.params if isinstance(param, TyperOption) for name in param.opts)
     if name in SEARCHES and is_experiment(words, cwd=cwd):
-        known = frozenset(name for param in search.params if isinstance(param, TyperOption) for name in param.opts)
         experiment = unfold_experiment(words, options=options, known=known, cwd=cwd)
         return replace(experiment, arguments=[*argv[: start + 1], *experiment.arguments])
 
@@ -78,7 +79,7 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> Unfol
 
     command = None if names_module else read_command(words, cwd=cwd, python=python, on_notice=notify, into=into)
     if command is None and not names_module:
-        _refuse_missing(words, cwd=cwd)
+        _refuse_missing(words, cwd=cwd, options=known)
         if first == "--":
             command = LaunchCommand(script=words[0], args=tuple(words[1:]))
     if command is None:
@@ -121,12 +122,15 @@ def unfold_command(argv: Sequence[str], root: TyperGroup, *, cwd: Path) -> Unfol
     )
 
 
-def _refuse_missing(words: Sequence[str], *, cwd: Path) -> None:
-    """Raise if the command's program does not exist: its options would be parsed as the search's."""
+def _refuse_missing(words: Sequence[str], *, cwd: Path, options: Container[str]) -> None:
+    """Raise if the command's program does not exist: its options would be parsed as the search's ``options``."""
     from optuna_dsat.script.command.interceptor import LAUNCHERS
 
     name = words[0]
-    starts_launcher = any(Path(word).name in (*LAUNCHERS, "python", "python3") for word in words[1:])  # such as uv
+    programs = (*LAUNCHERS, "python", "python3")
+    starts_launcher = any(  # such as uv
+        Path(word).name in programs and before not in options for before, word in pairwise(words)
+    )
     has_option = any(word.startswith("-") and word != "--" for word in words[1:2])
     if (has_option or starts_launcher) and not Path(cwd, name).exists():
         from optuna_dsat.script.command.interception import REMEDY
