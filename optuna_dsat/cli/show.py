@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from optuna_dsat.cli.tables import UNBOUNDED, print_table
@@ -12,12 +11,10 @@ from optuna_dsat.escape.terminal import say, say_prose
 from optuna_dsat.launch.isolation import PROTECTED
 from optuna_dsat.metrics import shares_of_linear
 from optuna_dsat.secrecy.references import hidden_text, without_secrets
-from optuna_dsat.store import display_url
 from optuna_dsat.study.config_changes import changes_in_words
-from optuna_dsat.study.confirm.verdict import Verdict, VerdictKind
 from optuna_dsat.study.confirm.words import answers_in_words, remarks_in_words
-from optuna_dsat.study.end_reason import BUDGETS, EndReason, headroom_in_words
-from optuna_dsat.study.options.declaration import options_in, stored_command
+from optuna_dsat.study.end_reason import BUDGETS, continuing, headroom_in_words
+from optuna_dsat.study.options.declaration import options_in
 from optuna_dsat.study.result import SameBatch, StudyResult
 from optuna_dsat.study.spec import StudyRequest, StudySpec
 from optuna_dsat.words import (
@@ -74,16 +71,6 @@ def show_result(
     if request is not None:
         for line in continuing(request.spec, request.storage, reason=result.reason, verdict=result.verdict):
             say(line)
-
-
-def continuing(spec: StudySpec, storage: str, *, reason: str | None, verdict: Verdict | None) -> Iterator[str]:
-    """Yield the commands for more trials, if a budget ended the search, and for more rounds, if they are undecided."""
-    resume = partial(stored_command, "resume", spec.name, storage=display_url(storage))
-    if reason in BUDGETS:
-        more = ("--max-trials", str(2 * spec.max_trials)) if reason == EndReason.BUDGET else ()
-        yield f"More trials: {resume(*more)}"
-    if verdict is not None and verdict.kind is VerdictKind.NOT_CONFIRMED:
-        yield f"More rounds: {resume('--confirm-time', '3600')}"
 
 
 def _show_configs(result: StudyResult) -> None:

@@ -194,9 +194,8 @@ def result_lines(study: StoredStudy) -> Iterator[str]:
 
 def _command_lines(study: StoredStudy, storage: str) -> Iterator[str]:
     """Yield the commands that continue an unfinished search and train with the answers at the user's and any batch."""
-    from optuna_dsat.cli.show import continuing
     from optuna_dsat.store import display_url
-    from optuna_dsat.study.end_reason import EndReason
+    from optuna_dsat.study.end_reason import EndReason, continuing
     from optuna_dsat.trials import attributes
 
     verdict, name, url = study.verdict, study.spec.name, display_url(storage)

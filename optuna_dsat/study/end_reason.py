@@ -1,14 +1,19 @@
-"""Reason for the end of a search, and its remaining potential."""
+"""Reason for the end of a search, its remaining potential, and the commands that continue it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.config.knobs import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM
+from optuna_dsat.store import display_url
+from optuna_dsat.study.confirm.verdict import Verdict, VerdictKind
+from optuna_dsat.study.options.declaration import stored_command
+from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.trials.failures import error_of, structure_failures
 from optuna_dsat.trials.lineage import MICRO_BATCH, ZERO_STAGE, Feasibility, feasibility
 
@@ -34,6 +39,16 @@ def headroom_in_words(share: float) -> str:
         return "The measurements do not bound the gain that may be left."
     bound = f"{max(share, 0.001):.1%}" if share < 0.1 else f"{share:.0%}"
     return f"With 90% probability nothing is more than {bound} faster than the fastest measured."
+
+
+def continuing(spec: StudySpec, storage: str, *, reason: str | None, verdict: Verdict | None) -> Iterator[str]:
+    """Yield the commands for more trials, if a budget ended the search, and for more rounds, if they are undecided."""
+    resume = partial(stored_command, "resume", spec.name, storage=display_url(storage))
+    if reason in BUDGETS:
+        more = ("--max-trials", str(2 * spec.max_trials)) if reason == EndReason.BUDGET else ()
+        yield f"More trials: {resume(*more)}"
+    if verdict is not None and verdict.kind is VerdictKind.NOT_CONFIRMED:
+        yield f"More rounds: {resume('--confirm-time', '3600')}"
 
 
 def describe_structure_failures(trials: Sequence[FrozenTrial]) -> str:

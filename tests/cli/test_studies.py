@@ -15,7 +15,7 @@ import optuna
 import pytest
 from sqlalchemy import create_engine, text
 
-from optuna_dsat.cli.show import continuing, show_result
+from optuna_dsat.cli.show import show_result
 from optuna_dsat.cli.studies import best, delete, launch_lines, result_lines, show, studies
 from optuna_dsat.cli.trials import ExportFormat, TrialOrder, export, trials
 from optuna_dsat.errors import NothingRunnableError, UsageError
@@ -23,7 +23,7 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.write import write_report
 from optuna_dsat.store import Store
 from optuna_dsat.study.confirm.verdict import VerdictKind
-from optuna_dsat.study.end_reason import EndReason, headroom_in_words
+from optuna_dsat.study.end_reason import EndReason, continuing, headroom_in_words
 from optuna_dsat.study.options.declaration import DEFAULT_STORAGE
 from optuna_dsat.study.stored import read_stored
 from optuna_dsat.trials import attributes
