@@ -245,6 +245,23 @@ def test_ranks_of_torchrun_as_a_function_are_the_ranks(launcher: Any) -> None:
         launcher.elastic_launch(4, print)()
 
 
+@pytest.mark.parametrize("workers", [2, [2], "gpu"])
+def test_ranks_of_torchrunx_are_the_ranks(monkeypatch: pytest.MonkeyPatch, workers: Any) -> None:
+    module: Any = ModuleType("torchrunx.launcher")
+    module.Launcher = type("Launcher", (SimpleNamespace,), {"run": None})
+    module.LaunchResult = lambda results: results
+    torch = SimpleNamespace(distributed=SimpleNamespace(init_process_group=lambda backend: ran.append(backend)))
+    ran: list[Any] = []
+    for name, value in (("torchrunx.launcher", module), ("torch", torch)):
+        monkeypatch.setitem(sys.modules, name, value)
+    multiprocessing(print, on_spawn=lambda: ran.append("noted"))
+    launcher = module.Launcher(workers_per_host=workers, backend="gloo")
+    assert launcher.run(lambda word, *, end: word + end, "a", end="b") == {"localhost": ["ab", "ab"]}
+    assert ran == ["noted", "gloo"]
+    with pytest.raises(ValueError, match=r"the script starts 4 ranks itself, .* tune with --gpus-per-trial 4"):
+        module.Launcher(workers_per_host=4, backend=None).run(print)
+
+
 def test_as_many_processes_as_ranks_are_the_ranks() -> None:
     ran: list[Any] = []
 

@@ -155,7 +155,8 @@ def join_group(rank: Rank) -> Callable[[Any], None]:
 def spawn_in_place(multiprocessing: Any, *, rank: Rank, on_spawn: Callable[[], None]) -> None:
     """Make spawn functions run only this rank's function, in this process, if ``nprocs`` is the rank count.
 
-    So does torchrun called as a function (``elastic_launch``), as by accelerate's ``notebook_launcher``.
+    So do launchers called as functions: torchrun (``elastic_launch``), as by accelerate's ``notebook_launcher``, and
+    torchrunx.
     """
 
     def start(
@@ -178,20 +179,36 @@ def spawn_in_place(multiprocessing: Any, *, rank: Rank, on_spawn: Callable[[], N
     for name in ("spawn", "start_processes"):
         patch(multiprocessing, name)(start)
 
+    def check(count: int) -> None:
+        if count != rank.local_world_size:
+            ranks = "1 rank" if count == 1 else f"{count} ranks"
+            raise ValueError(wrong_number(f"the script starts {ranks} itself", count, rank.local_world_size))
+
     def launch(original: Any, launcher: Any, *args: Any) -> Any:
         count = launcher._config.nproc_per_node
         if not callable(launcher._entrypoint):
             return original(launcher, *args)
-        if count != rank.local_world_size:
-            ranks = "1 rank" if count == 1 else f"{count} ranks"
-            raise ValueError(wrong_number(f"the script starts {ranks} itself", count, rank.local_world_size))
+        check(count)
         on_spawn()
         return {rank.local_rank: launcher._entrypoint(*args)}
 
     def launcher_imported(module: Any) -> None:
         patch(module.elastic_launch, "__call__")(launch)
 
-    ImportWatch({"torch.distributed.launcher.api": launcher_imported}).install()
+    def torchrunx_imported(module: Any) -> None:
+        @patch(module.Launcher, "run")
+        def run(_: Any, launcher: Any, fn: Callable[..., Any], *args: Any, **options: Any) -> Any:
+            workers = launcher.workers_per_host
+            for count in workers if isinstance(workers, list) else [workers]:
+                check(rank.local_world_size if count in ("cpu", "gpu") else count)
+            on_spawn()
+            if launcher.backend is not None:
+                sys.modules["torch"].distributed.init_process_group(launcher.backend)
+            return module.LaunchResult({"localhost": [fn(*args, **options)] * rank.local_world_size})
+
+    ImportWatch(
+        {"torch.distributed.launcher.api": launcher_imported, "torchrunx.launcher": torchrunx_imported}
+    ).install()
 
 
 def _without_engine(fn: Callable[..., Any], refusal: str, index: int, *args: Any) -> None:
