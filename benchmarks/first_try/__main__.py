@@ -6,6 +6,7 @@ python -m benchmarks.first_try [--sources FOLDER] [--only NAME ...] [--ways plai
 from __future__ import annotations
 
 import argparse
+import datetime
 import importlib.metadata
 import json
 import sys
@@ -81,7 +82,7 @@ def _run(entry: Entry, ways: Sequence[str], args: argparse.Namespace, limits: Li
                 traceback.print_exc()
                 record = {"verdict": "not judged", "message": str(error)} if way == "plain" else {}
         if record:
-            result[way] = record
+            result[way] = {**record, "date": datetime.date.today().isoformat()}
             print(f"{entry.name}: {way}: {record['verdict']}: {record['message']}", flush=True)
     return result
 

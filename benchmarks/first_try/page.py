@@ -17,8 +17,11 @@ _LONGEST = 160
 def page(records: Sequence[Mapping[str, Any]]) -> str:
     """Return the table, how often each way worked, and what each said."""
     ways = [way for way in _COLUMNS if any(way in record["ways"] for record in records)]
-    head = ["script", "style", *(_COLUMNS[way] for way in ways)]
-    rows = [[f"`{record['name']}`", record["style"], *(_cell(record, way) for way in ways)] for record in records]
+    head = ["script", "style", *(_COLUMNS[way] for way in ways), "run on"]
+    rows = [
+        [f"`{record['name']}`", record["style"], *(_cell(record, way) for way in ways), _date(record)]
+        for record in records
+    ]
     lines = [_row(head), _row(["---"] * len(head)), *map(_row, rows), ""]
     lines += [f"- {_COLUMNS[way]}: {_counted(records, way)}" for way in ways]
     lines += ["", "What the tool said, or what was witnessed:", ""]
@@ -43,9 +46,16 @@ def _cell(record: Mapping[str, Any], way: str) -> str:
     if not result:
         return ""
     batches, stages = result["micro_batches"], result["stages"]
-    if result["verdict"] != "worked" or way == "second":
-        return str(result["verdict"])
-    return f"worked ({len(batches)} micro-batches, {len(stages)} stages)"
+    text = str(result["verdict"])
+    if text == "worked" and way != "second":
+        text = f"worked ({len(batches)} micro-batches, {len(stages)} stages)"
+    return text if result["date"] == _date(record) else f"{text}, {result['date']}"
+
+
+def _date(record: Mapping[str, Any]) -> str:
+    """Return the date of a row: its first try's. Cells of another date, as of an earlier run, say theirs."""
+    ways = record["ways"]
+    return str((ways.get("prefix") or ways.get("plain") or {}).get("date", ""))
 
 
 def _counted(records: Sequence[Mapping[str, Any]], way: str) -> str:

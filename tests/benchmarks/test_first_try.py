@@ -184,11 +184,14 @@ def test_deepspeeds_autotuner_without_a_config_says_what_its_profile_launch_died
 def test_the_table_counts_what_is_judged() -> None:
     def record(name: str, verdict: str, why: str = "") -> dict[str, Any]:
         way = {"verdict": verdict, "message": "a | b", "micro_batches": [1, 2], "stages": [1]}
-        return {"name": name, "style": "own loop", "not_judged": why, "ways": {"prefix": way}}
+        days = {"plain": 1, "prefix": 2, "second": 2, "autotuning": 1}
+        ways = {name: {**way, "date": f"2026-11-0{day}"} for name, day in days.items()}
+        return {"name": name, "style": "own loop", "not_judged": why, "ways": ways}
 
     text = page([record("one", "worked"), record("two", "refused"), record("three", "worked", "too old")])
     assert "first try: 1 worked, 1 refused" in text
-    assert "| `one` | own loop | worked (2 micro-batches, 1 stages) |" in text
+    worked = "worked (2 micro-batches, 1 stages)"
+    assert f"| `one` | own loop | {worked} | worked | {worked}, 2026-11-01 | 2026-11-02 |" in text
     assert "`three`: not judged: too old" in text
     assert "a \\| b" in text
 
