@@ -330,15 +330,13 @@ def _left_early(facts: LaunchFacts) -> Verdict | None:
         steps = things_in_words(finished.steps, "global step")
         if caught := _caught_out_of_memory(facts, f"ended after {steps}"):
             return caught
-        skipped = f" (and {finished.skipped} that the loss scaler skipped)" if finished.skipped else ""
-        return Verdict(
-            outcome=Outcome.OUT_OF_DATA,
-            message=(
-                f"the script ended by itself after {steps}{skipped}, before step {facts.end_profile_step}: its data, "
-                "its own number of steps or an error that it caught allows no more"
-            ),
-            rank=rank,
-        )
+        cause = "its data, its own number of steps or an error that it caught allows no more"
+        if finished.skipped and not finished.steps:
+            cause = _skipped(facts, finished)
+        elif finished.skipped:
+            steps += f" (and {finished.skipped} that the loss scaler skipped)"
+        text = f"the script ended by itself after {steps}, before step {facts.end_profile_step}: {cause}"
+        return Verdict(outcome=Outcome.OUT_OF_DATA, message=text, rank=rank)
     return None
 
 
@@ -398,6 +396,12 @@ def _never_updated(facts: LaunchFacts) -> Verdict | None:
     if not given_up or _record(facts).counted:
         return None
     end = given_up[0]
+    message = f"rank {end.rank}: {_skipped(facts, end, then='; a launch waits for no more')}"
+    return Verdict(outcome=Outcome.SCRIPT_ERROR, message=message, rank=end.rank)
+
+
+def _skipped(facts: LaunchFacts, end: RankFinished, then: str = "") -> str:
+    """Return why a rank's steps were skipped, and a remedy."""
     precision = next((event.precision for event in facts.of(EngineReady)), "")
     if precision in ("bf16", "fp32"):
         who = f"DeepSpeed, in {precision},"
@@ -408,15 +412,8 @@ def _never_updated(facts: LaunchFacts) -> Verdict | None:
             "Lower fp16.initial_scale_power (or a fixed fp16.loss_scale), use bf16, or look for what makes the loss "
             "infinite"
         )
-    return Verdict(
-        outcome=Outcome.SCRIPT_ERROR,
-        message=(
-            f"rank {end.rank}: {who} skipped {end.skipped} of "
-            f"{things_in_words(end.skipped + end.steps, 'step')}, since gradients were not finite; a launch waits for "
-            f"no more. {remedy}"
-        ),
-        rank=end.rank,
-    )
+    steps = things_in_words(end.skipped + end.steps, "step")
+    return f"{who} skipped {end.skipped} of {steps}, since gradients were not finite{then}. {remedy}"
 
 
 def _nothing_counts(facts: LaunchFacts) -> Verdict | None:

@@ -241,6 +241,18 @@ def test_a_script_that_ends_early_is_told_when() -> None:
     assert "before step 5" in message
 
 
+@pytest.mark.parametrize(("precision", "who"), [("bf16", "DeepSpeed, in bf16,"), ("fp16", "the loss scaler")])
+def test_a_script_that_ends_after_skipped_steps_alone_is_told_why(precision: str, who: str) -> None:
+    events = {
+        rank: [started(rank), replace(ready(rank), precision=precision),
+               RankFinished(rank=rank, time=9.0, reason="script_end", steps=0, skipped=26)]
+        for rank in (0, 1)
+    }  # fmt: skip
+    verdict = classify(facts(events=events))
+    assert verdict.outcome is Outcome.OUT_OF_DATA
+    assert f"before step 5: {who} skipped 26 of 26 steps, since gradients were not finite. " in verdict.message
+
+
 def test_a_rank_that_the_launcher_ended_after_another_had_ended_early_is_no_cause() -> None:
     verdict = classify(facts(None, finished(1, "script_end", 0), agent_exit_code=None))
     assert verdict.outcome is Outcome.OUT_OF_DATA

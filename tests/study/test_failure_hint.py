@@ -16,6 +16,7 @@ from optuna_dsat.study.end_reason import describe_structure_failures
 from optuna_dsat.study.profile.profile import failure_hint
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH, ZERO_STAGE
+from tests.harness.events import step_of
 from tests.harness.studies import spec_of
 
 AUTO = {"zero_optimization": {"reduce_bucket_size": "auto", "zenflow": {"select_interval": "auto"}}}
@@ -146,6 +147,14 @@ def test_what_the_search_avoids_is_stated_and_a_stage_that_runs_outside_it() -> 
         "No launch ran at ZeRO 1, ZeRO 2: TypeError: no. The search tried no more at ZeRO 1, ZeRO 2, ZeRO 3. "
         "--zero-stages 0 searches the ZeRO stage that ran."
     )
+
+
+@pytest.mark.parametrize("skipped", [True, False])
+def test_a_loop_is_suspected_unless_steps_were_skipped(skipped: bool) -> None:
+    record = LaunchRecord(world_size=1, start_profile_step=1)
+    record.add(step_of(step=1, skipped=skipped))
+    report: Any = SimpleNamespace(outcome=Outcome.OUT_OF_DATA, message="", error_excerpt="")
+    assert ("dsat_reporting_context" in failure_hint(spec_of(Path("/x")), report, record)) is not skipped
 
 
 @pytest.mark.parametrize("variable", ["SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"])

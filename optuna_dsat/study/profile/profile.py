@@ -419,7 +419,7 @@ _QUOTED_NUMBER = re.compile(r"([\w.]+) is ('[^']*'): it must be (?:a whole numbe
 
 def failure_hint(spec: StudySpec, report: LaunchReport, record: LaunchRecord) -> str:
     """Return a remedy for a failed profile launch as the end of its message; empty if the error supports none."""
-    if report.outcome is Outcome.OUT_OF_DATA:
+    if report.outcome is Outcome.OUT_OF_DATA and not record.skipped_steps:
         return (
             ". If it did train, its loop is one that cannot be followed: "
             "put `with optuna_dsat.dsat_reporting_context(...)` around forward, backward and step"
