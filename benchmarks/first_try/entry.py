@@ -71,6 +71,8 @@ class Entry:
     """Variables that its README has the user set, or that its stand-ins read."""
     config: str = ""
     """The DeepSpeed config file that plain Optuna rewrites, relative to ``folder``; empty if the script has none."""
+    rows: int = 1
+    """Rows that the module is fed for each sample, as of two views."""
     second: tuple[str, ...] = ()
     """Options that the refusal of the first try names, for a second try."""
     not_judged: str = ""

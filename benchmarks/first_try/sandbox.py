@@ -56,7 +56,7 @@ class Ran:
     errors: str
     seconds: float
     witnessed: tuple[Mapping[str, Any], ...]
-    """What ``stand_ins/witness.py`` wrote."""
+    """What ``stand_ins/witness.py`` wrote, with samples for rows."""
 
 
 class Sandbox:
@@ -154,7 +154,7 @@ class Sandbox:
             output=out.read_text(encoding="utf-8", errors="replace"),
             errors=err.read_text(encoding="utf-8", errors="replace"),
             seconds=time.monotonic() - begun,
-            witnessed=_rows(witness),
+            witnessed=_rows(witness, each=self.entry.rows),
         )
 
 
@@ -191,12 +191,15 @@ def _end_left_over(witness: Path) -> None:
                 os.kill(int(environ.parent.name), signal.SIGKILL)
 
 
-def _rows(folder: Path) -> tuple[Mapping[str, Any], ...]:
+def _rows(folder: Path, *, each: int) -> tuple[Mapping[str, Any], ...]:
     lines = [line for path in sorted(folder.glob("*.jsonl")) for line in path.read_text(encoding="utf-8").splitlines()]
     rows = []
     for line in lines:
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except json.JSONDecodeError:
             continue  # a rank that was killed while it wrote
+        if row["event"] == "fed" and row["size"] is not None:
+            row["size"] = row["size"] / each if row["size"] % each else row["size"] // each
+        rows.append(row)
     return tuple(rows)

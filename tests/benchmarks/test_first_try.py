@@ -142,6 +142,14 @@ def test_a_sandbox_applies_the_stand_ins_and_keeps_another_sitecustomize(
     assert done.output.split() == ["cpu", "False", "kept", "meta"], done.errors
 
 
+@pytest.mark.parametrize(("size", "samples"), [(8, 4), (7, 3.5), (None, None)])
+def test_rows_that_a_module_was_fed_are_samples(sources: Path, tmp_path: Path, size: Any, samples: Any) -> None:
+    sandbox = Sandbox(read_entry(write_entry(sources, rows=2)), tmp_path / "box", sources=sources)
+    row = json.dumps({"event": "fed", "size": size})
+    done = sandbox.run("fed", ["sh", "-c", f"echo '{row}' > $FIRST_TRY_WITNESS/0.jsonl"], limit_s=600.0)
+    assert done.witnessed[0]["size"] == samples
+
+
 def test_a_search_is_judged_by_what_was_witnessed() -> None:
     result = json.dumps({"trial": 2, "config": {"train_micro_batch_size_per_gpu": 8}, "speed_up": 2.0})
     good = [*launch("trial-0001", micro_batch=4, fed=4, stage=2), *launch("trial-0002", micro_batch=8, fed=8)]
