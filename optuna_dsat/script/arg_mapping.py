@@ -61,8 +61,8 @@ def map_arguments(
     }
     result = list(args)
     for key, option in mappings.items():
-        if isinstance(values.get(key), int):
-            result = with_option(result, option, str(values[key]))
+        for name in option.split() if isinstance(values.get(key), int) else ():
+            result = with_option(result, name, str(values[key]))
     if BF16_ENABLED in mappings and is_bf16(config):  # the last of several options counts
         result += [word for name, is_on in TRAINER_PRECISION.items() for word in (f"--{name}", str(is_on))]
     return tuple(result)

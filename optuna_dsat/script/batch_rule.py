@@ -30,7 +30,10 @@ class BatchRule(Record):
     own: int
     """Samples per rank and forward pass that the script itself sets."""
     option: str = ""
-    """``option``: its name, such as ``--batch-size``; a name that ends with ``=`` is an override ``key=value``."""
+    """``option``: its name, such as ``--batch-size``; a name that ends with ``=`` is an override ``key=value``.
+
+    Two names, separated by a space, if the smaller of two batches counts.
+    """
     counts: str = MICRO_BATCH
     """``option``, ``setting``: the key with the same meaning (``arg_mapping.MAPPABLE``)."""
     steps: int = 1
@@ -108,7 +111,8 @@ class BatchRule(Record):
         now = now if self.counts == MICRO_BATCH else f"micro-batch {now}"
         place = f"its data loader ({Path(self.file).name}, line {self.line}, {now})"
         if self.kind != "loader":
-            place = f"{self.option.rstrip('=') or f'{self.key} in {Path(self.file).name}'} ({now})"
+            option = " and ".join(name.rstrip("=") for name in self.option.split())
+            place = f"{option or f'{self.key} in {Path(self.file).name}'} ({now})"
         return f"The script takes its batch size from {place}{rows}; it follows each configuration."
 
     @property
@@ -236,10 +240,18 @@ def guesses(
         likely = [rule for rule in likely if rule.key != MICRO_BATCH or not reads_launch]
         options = [rule for rule in likely if rule.kind == "option"]
         others = [rule for rule in likely if rule.kind != "option"]
-        return [*options, *follows, *others, *unlikely][:_MOST_GUESSES] if likely else []
+        return [*options, *follows, *others, *_pairs(likely), *unlikely][:_MOST_GUESSES] if likely else []
+    likely += _pairs(likely)
     if present is not None and fed < present:  # no number in the script was used whole
         return [*likely, *follows, *unlikely][:_MOST_GUESSES]
     return [*[*named, *likely, *doubtful, *smaller, *other, *unlikely][: _MOST_GUESSES - len(follows)], *follows]
+
+
+def _pairs(likely: Sequence[BatchRule]) -> list[BatchRule]:
+    """Return rules with two options, as of RLHF: samples are generated in one batch and trained in parts of another."""
+    rules = [rule for rule in likely if rule.kind == "option" and rule.counts == MICRO_BATCH]
+    rules = [rule for rule in rules if names_training_batch(rule.option) or "generat" in rule.option]
+    return [replace(rule, option=f"{rules[0].option} {rule.option}") for rule in rules[1:]]
 
 
 def global_batch_option(sources: BatchSourcesFound, user: BatchTriangle, *, micro_batch: int) -> tuple[str, str]:

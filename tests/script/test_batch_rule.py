@@ -27,6 +27,19 @@ def test_an_option_of_that_value_and_name_comes_first() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("size", [4, 8])
+def test_two_options_may_set_the_batch_size_together(size: int) -> None:
+    options = {"--training-batch": 4, "--generation_batch": 4, "--eval-batch": 4, "--epochs": 4}
+    rules = guesses(found(options=options), fed=4, ranks=2, present=size, configured=4)
+    pair = next(rule for rule in rules if " " in rule.option)
+    names = [rule.option for rule in rules if rule.kind == "option"]
+    assert names == ["--training-batch", "--generation_batch", "--eval-batch", pair.option, "--epochs"]
+    assert "--training-batch and --generation_batch (now 4" in pair.announcement()
+    config = {MICRO_BATCH: 16}
+    given = map_arguments(("--generation_batch=4",), pair.arg_mappings, config, world_size=2)
+    assert given == ("--generation_batch=16", "--training-batch", "16")
+
+
 def test_an_option_may_count_the_samples_of_all_ranks() -> None:
     (rule,) = guesses(found(options={"--global-batch": 8}), fed=4, ranks=2)
     assert rule.arg_mappings == {TRAIN_BATCH: "--global-batch"}
