@@ -250,14 +250,16 @@ def test_ranks_of_torchrunx_are_the_ranks(monkeypatch: pytest.MonkeyPatch, worke
     module: Any = ModuleType("torchrunx.launcher")
     module.Launcher = type("Launcher", (SimpleNamespace,), {"run": None})
     module.LaunchResult = lambda results: results
-    torch = SimpleNamespace(distributed=SimpleNamespace(init_process_group=lambda backend: ran.append(backend)))
     ran: list[Any] = []
+    group = SimpleNamespace(init_process_group=ran.append, is_initialized=lambda: "gloo" in ran)
+    torch = SimpleNamespace(distributed=group)
     for name, value in (("torchrunx.launcher", module), ("torch", torch)):
         monkeypatch.setitem(sys.modules, name, value)
     multiprocessing(print, on_spawn=lambda: ran.append("noted"))
     launcher = module.Launcher(workers_per_host=workers, backend="gloo")
-    assert launcher.run(lambda word, *, end: word + end, "a", end="b") == {"localhost": ["ab", "ab"]}
-    assert ran == ["noted", "gloo"]
+    for _ in range(2):
+        assert launcher.run(lambda word, *, end: word + end, "a", end="b") == {"localhost": ["ab", "ab"]}
+    assert ran == ["noted", "gloo", "noted"]
     with pytest.raises(ValueError, match=r"the script starts 4 ranks itself, .* tune with --gpus-per-trial 4"):
         module.Launcher(workers_per_host=4, backend=None).run(print)
 

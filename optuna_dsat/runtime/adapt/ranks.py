@@ -202,8 +202,9 @@ def spawn_in_place(multiprocessing: Any, *, rank: Rank, on_spawn: Callable[[], N
             for count in workers if isinstance(workers, list) else [workers]:
                 check(rank.local_world_size if count in ("cpu", "gpu") else count)
             on_spawn()
-            if launcher.backend is not None:
-                sys.modules["torch"].distributed.init_process_group(launcher.backend)
+            distributed = sys.modules["torch"].distributed
+            if launcher.backend is not None and not distributed.is_initialized():
+                distributed.init_process_group(launcher.backend)
             return module.LaunchResult({"localhost": [fn(*args, **options)] * rank.local_world_size})
 
     ImportWatch(
