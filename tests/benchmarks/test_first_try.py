@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import venv
@@ -202,6 +203,22 @@ def test_the_table_counts_what_is_judged() -> None:
     assert f"| `one` | own loop | {worked} | worked | {worked}, 2026-11-01 | 2026-11-02 |" in text
     assert "`three`: not judged: too old" in text
     assert "a \\| b" in text
+
+
+def test_what_the_pages_say_is_what_the_table_counts() -> None:
+    root = Path(__file__).parents[2]
+    table = (root / "benchmarks" / "first_try" / "table.md").read_text()
+    counts = {}
+    for way in ("first try", "`deepspeed --autotuning`"):
+        ((line,),) = [re.findall(f"^- {way}: (.*)$", table, re.MULTILINE)]
+        by_verdict = {verdict: int(count) for count, verdict in re.findall(r"(\d+) ([a-z ]+)", line)}
+        counts[way] = f"{by_verdict.get('worked', 0)} of {sum(by_verdict.values())}"
+    first, autotuner = counts.values()
+    assert f"| {first} | DeepSpeed's autotuner: {autotuner} |" in (root / "README.md").read_text()
+    for page_of in ("benchmarks/README.md", "benchmarks/first_try/README.md"):
+        text = " ".join((root / page_of).read_text().split())
+        assert f"{first} worked at first try" in text, page_of
+        assert f"autotuner: {autotuner}" in text, page_of
 
 
 @pytest.mark.torchrun
