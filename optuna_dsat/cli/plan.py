@@ -34,7 +34,7 @@ _GPUS = 8
 """GPUs of a host if ``--gpus`` is not given and nothing is launched."""
 _OPTIONAL = ("tokens/s", "tokens/s/{}", "MFU")
 _HEADINGS = (
-    *("", "memory at micro-batch 1", "micro-batch", "largest", "memory", "host memory", "step", "samples/s"),
+    *("structure", "memory at micro-batch 1", "micro-batch", "largest", "memory", "host memory", "step", "samples/s"),
     *(*_OPTIONAL, "bound by"),
 )
 """Headings of the columns; ``{}`` is replaced by the kind of device. Optional columns are left out if unknown."""
@@ -382,8 +382,8 @@ def _print_text(plan: Plan) -> None:
 
 def _cells(row: PlannedRow) -> dict[str, str]:
     """Return the cells of a row by heading; a row that does not fit has few of them."""
-    cells = {"": row.name, "memory at micro-batch 1": bytes_in_words(row.least_bytes), "micro-batch": "does not fit"}
-    cells["host memory"] = bytes_in_words(row.host_bytes) if row.host_bytes else ""
+    cells = {"structure": row.name, "memory at micro-batch 1": bytes_in_words(row.least_bytes)}
+    cells |= {"micro-batch": "does not fit", "host memory": bytes_in_words(row.host_bytes) if row.host_bytes else ""}
     step = row.predicted
     if step is None:
         return {**cells, "bound by": f"memory of the {row.too_small.replace(' and ', ' and the ')}"}

@@ -159,7 +159,7 @@ def show_preview(spec: StudySpec, space: SearchSpace, preview: Mapping[str, Any]
         (row.knob, row.role, row.where, choices_in_words(row.choices, as_range=row.is_range))
         for row in space.describe()
     ]
-    print_table(("knob", "", "where it applies", "choices"), rows)
+    print_table(("knob", "role", "where it applies", "choices"), rows)
     say_prose(combinations_in_words(space.classes()))
     if preview["refused"]:
         say_prose(preview["refused"])
