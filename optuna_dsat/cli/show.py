@@ -99,14 +99,14 @@ def _throughput(result: StudyResult) -> str:
 
 
 def _cost(result: StudyResult, price: float | None) -> str:
-    """Return why the search ended, its trials and GPU minutes, and their cost at a price per GPU hour."""
+    """Return why the search ended, its trials, launches and GPU minutes, and their cost at a price per GPU hour."""
     minutes = slot_time_in_words(result.slot_minutes * 60, result.device)
     if price is not None:
-        minutes += (
-            f", which cost {result.slot_minutes / 60 * price:,.2f} at {price:,.2f} per {slot_name(result.device)} hour"
-        )
-    running = f", {count_in_words(result.continued)} of them in a running engine" if result.continued else ""
-    return f"The search ended: {result.reason}. Trials: {outcomes_in_words(result.launches)}{running}; {minutes}."
+        cost = result.slot_minutes / 60 * price
+        minutes += f", which cost {cost:,.2f} at {price:,.2f} per {slot_name(result.device)} hour"
+    made = things_in_words(sum(result.launches.values()) - result.continued, "launch")
+    trials = f"{outcomes_in_words(result.launches)}, in {made} besides profile and rounds"
+    return f"The search ended: {result.reason}. Trials: {trials}; {minutes}."
 
 
 def show_by_gpus(result: Sequence[AtGpus], *, best: StudyResult, as_json: bool = False) -> None:

@@ -116,8 +116,10 @@ def test_a_search_that_its_budget_ends_reports_what_may_be_left(
     assert words in page
     show_result(result, as_json=True)
     assert json.loads(capsys.readouterr().out)["headroom"] == result.headroom
-    show_result(result, as_json=False)
-    assert words in " ".join(capsys.readouterr().out.split())
+    show_result(replace(result, continued=1), as_json=False)
+    told = " ".join(capsys.readouterr().out.split())
+    assert words in told
+    assert "Trials: 3 measured, in 2 launches besides profile and rounds;" in told
     url = f"sqlite:///{tmp_path / 'study.db'}"
     show("s", url)
     shown = " ".join(capsys.readouterr().out.split())
