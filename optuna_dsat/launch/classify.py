@@ -70,10 +70,10 @@ _QUIET_SIGNALS = frozenset({signal.SIGABRT, signal.SIGTERM})
 """Signals that are usually the consequence of another rank's failure, not the cause."""
 
 _TYPES = {
-    "optimizer.type": "is not a supported DeepSpeed Optimizer",
-    "scheduler.type": "does not recognize LR scheduler",
+    "optimizer": "is not a supported DeepSpeed Optimizer",
+    "scheduler": "does not recognize LR scheduler",
 }
-"""Key -> DeepSpeed's error for its value, which does not contain the key (0.19)."""
+"""Section -> DeepSpeed's error for its ``type``, which does not contain the key (0.19)."""
 MISMATCH = "mismatch TrainingArguments"
 """The Hugging Face Trainer's error for values that differ from its own, which recommends 'auto'."""
 
@@ -209,10 +209,10 @@ def _values_in_doubt(failed: RankFailed, facts: LaunchFacts) -> str:
     if MISMATCH in text:  # written as equal: "gradient_clipping=1.0 vs hf max_grad_norm=1.0"
         return _not_numbers({key: value for key, value in quoted.items() if f" {key}=" in text})
     strings = {key: value for key, value in strings.items() if key not in text}
-    for key, sign in _TYPES.items():
-        if sign in text and (value := strings.get(key)):
-            remedy = "" if value == AUTO else f". {correction_of_type(key.partition('.')[0], value)}"
-            return f"; {key} is {value!r}{remedy}"
+    for section, sign in _TYPES.items():
+        if sign in text and (value := strings.get(f"{section}.type")):
+            remedy = "" if value == AUTO else f". {correction_of_type(section, value)}"
+            return f"; {section}.type is {value!r}{remedy}"
     built = {key: value for key, value in strings.items() if key.startswith(("optimizer.params.", "scheduler.params."))}
     if named := [key for key in built if built[key] in text and re.search(rf"\b{key.rpartition('.')[2]}\b", text)]:
         return "".join(f"; {key} is {built[key]!r}" for key in named)
@@ -266,9 +266,8 @@ def _describe_death(rank: int, code: int, *, scarce: bool) -> str:
         name = f"signal {-code}"
     hints = {
         -signal.SIGBUS: _SHARED_MEMORY_FULL,
-        -signal.SIGSEGV: _SHARED_MEMORY_FULL
-        if scarce
-        else "",  # DeepSpeed's operator uses a buffer that was not allocated
+        # DeepSpeed's operator uses a buffer that was not allocated.
+        -signal.SIGSEGV: _SHARED_MEMORY_FULL if scarce else "",
         -signal.SIGXCPU: ", as its CPU time is limited (ulimit -t)",
     }
     return f"rank {rank}: killed by {name}{hints.get(code, '')}"

@@ -210,7 +210,7 @@ def test_what_the_pages_say_is_what_the_table_counts() -> None:
     table = (root / "benchmarks" / "first_try" / "table.md").read_text()
     counts = {}
     for way in ("first try", "`deepspeed --autotuning`"):
-        ((line,),) = [re.findall(f"^- {way}: (.*)$", table, re.MULTILINE)]
+        [line] = re.findall(f"^- {way}: (.*)$", table, re.MULTILINE)
         by_verdict = {verdict: int(count) for count, verdict in re.findall(r"(\d+) ([a-z ]+)", line)}
         counts[way] = f"{by_verdict.get('worked', 0)} of {sum(by_verdict.values())}"
     first, autotuner = counts.values()

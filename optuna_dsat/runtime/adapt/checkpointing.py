@@ -98,13 +98,7 @@ def _switch_calls_off(on_call: Callable[[], None]) -> None:
                 return result
 
         if hasattr(module, "non_reentrant_checkpoint"):
-
-            @patch(module, "non_reentrant_checkpoint")
-            def run_directly(_: Any, function: Any, *args: Any) -> Any:
-                on_call()
-                result = function(*args)
-                outputs = tuple(result) if isinstance(result, (list, tuple)) else (result,)
-                return outputs if len(outputs) > 1 else outputs[0]  # as DeepSpeed returns them
+            module.non_reentrant_checkpoint = module.checkpoint  # by the function above
 
         if hasattr(module, _GENERATOR):
 
