@@ -180,7 +180,7 @@ def settled(launcher: TorchrunLauncher) -> Settled:
 def test_a_launch_follows_one_that_is_settled_and_a_waiting_one_can_be_stopped(
     launcher: TorchrunLauncher, cwd: Path
 ) -> None:
-    launcher.start(request(cwd, launch_id="first", script=STUB))
+    launcher.start(request(cwd, launch_id="first", script=STUB, args=("--exit-s", "2")))
     with pytest.raises(SlotsBusyError):
         launcher.start(request(cwd, launch_id="too-early", script=STUB))
     assert settled(launcher).report.outcome is Outcome.MEASURED

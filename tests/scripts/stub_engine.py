@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("--at", type=int, default=2)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--step-s", type=float, default=0.0)
+    parser.add_argument("--exit-s", type=float, default=0.0, help="seconds from the last step to the exit")
     parser.add_argument("--orphan", action="store_true", help="leave a grandchild behind that outlives its parent")
     parser.add_argument("--daemon", default="", help="have a daemon of no environment that writes its number here")
     args = parser.parse_args()
@@ -65,6 +66,7 @@ def main() -> None:
         )  # fmt: skip
         if plan.end_profile_step is not None and step >= plan.end_profile_step:
             writer.write(RankFinished(rank=rank, time=time.time(), reason="profile_done", steps=step))
+            time.sleep(args.exit_s)
             os._exit(0)
 
 
