@@ -34,8 +34,9 @@ The search ends under either of two conditions:
 If no single launch is worth its cost, long launches are skipped.
 
 A structure that was never measured waits for simpler ones that are predicted to be about as fast, and settings are
-refined once the structures that may win were measured (``optuna_dsat.guided.order``). A launch for a micro-batch near
-the edge of memory starts below it and climbs (``start_of_climb``). Each candidate has a reason in words
+refined once the structures that may win were measured (``optuna_dsat.guided.order``). If it is simpler than a measured
+one, it is expected to be as fast at the same micro-batch (``sizes.raised_means``). A launch for a micro-batch near the
+edge of memory starts below it and climbs (``start_of_climb``). Each candidate has a reason in words
 (``optuna_dsat.guided.order``).
 
 A launch whose ranks wait for another trial measures configurations that differ in live settings only

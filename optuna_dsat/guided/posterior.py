@@ -25,7 +25,7 @@ from optuna_dsat.guided.candidates import Observations, rank_within
 from optuna_dsat.guided.problem import Problem
 from optuna_dsat.guided.residual_gp import CPU_NOISE_SD, NOISE_SD, Points, ResidualGP
 from optuna_dsat.guided.run_probability import RunProbability, memory_posterior, most_informative
-from optuna_dsat.guided.sizes import LEAST_GAIN, lacks_room, largest_size, paying_sizes, spread_sizes
+from optuna_dsat.guided.sizes import LEAST_GAIN, lacks_room, largest_size, paying_sizes, raised_means, spread_sizes
 from optuna_dsat.metrics import LARGER_IS_BETTER
 
 _DEAR = 10.0
@@ -141,6 +141,22 @@ class Posterior:
         unknown = ~np.isin(self._table.structure[rows], self.known_structures)
         unneeded = lacks_room(self._table, self.measured.row, self.all_edges, rows, sizes)
         return np.where(unknown & unneeded, _SELDOM, 1.0)
+
+    def _at_least_as_fast(self, rows: Numbers, sizes: Numbers, means: Numbers) -> Numbers:
+        """Return mean log objectives, raised for structures never measured to those of less simple measured ones."""
+        table, count = self._table, len(self.measured.row)
+        costs = np.column_stack([table.columns.stage, table.columns.offload, table.columns.offload_param])
+        unknown = ~np.isin(table.structure[rows], self.known_structures)
+        least = np.full(len(rows), -np.inf)
+        order = descending(self.residuals.posterior_means[:count])
+        first = np.unique(table.structure[self.measured.row[order]], return_index=True)[1]
+        for best in self.measured.row[order[first]]:
+            simpler = unknown & (costs[rows] <= costs[best]).all(axis=1) & (costs[rows] < costs[best]).any(axis=1)
+            distinct, index = np.unique(sizes[simpler], return_inverse=True)
+            row, size = np.full(len(distinct), best), distinct.astype(np.float64)
+            mean = self.residuals.predict(self._points(row, size, self._fill(row, size)))[0]
+            least[simpler] = np.maximum(least[simpler], mean[index])
+        return raised_means(table.structure[rows], sizes, means, least)
 
     def largest_worth(self, row: int) -> int:
         """Return the largest micro-batch of a row that is within reach, pays and is not dear."""
@@ -397,6 +413,7 @@ class Posterior:
         peak, fits = self._runs.fits(rows, sizes)
         new = self._points(rows, sizes.astype(np.float64), self._share(peak))
         mean, variance = self.residuals.predict(new)
+        mean = self._at_least_as_fast(rows, sizes, mean)
         if over is None:
             over = self.incumbent
         if over is None:

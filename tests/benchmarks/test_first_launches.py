@@ -38,7 +38,7 @@ EXPERT = {
     "1.3B, 16 x 32 GB over Ethernet": "makes the micro-batch as large as memory allows, as communication costs the "
     "same for every size. ZeRO 1 moves as many bytes as ZeRO 2; ZeRO 3 moves half as many again and is not tried.",
     "350M, 64 x 40 GB": "makes the micro-batch large, as the network is slow. ZeRO 1 may reduce gradients in fewer "
-    "messages than ZeRO 2; ZeRO 0 updates all parameters on each of 64 GPUs.",
+    "messages than ZeRO 2; ZeRO 0, which updates all parameters on each of 64 GPUs, is compared once.",
     "1.4M, 2 CPU ranks": "climbs until a doubling gains nothing, then compares the stages. Offloads to the CPU are no "
     "choice on a CPU.",
 }

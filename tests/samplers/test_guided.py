@@ -333,6 +333,25 @@ def test_a_launch_of_many_times_the_users_own_seconds_has_to_gain_as_much(kit: S
     assert is_dear(52.0, 0.03)
 
 
+def test_a_structure_never_measured_is_expected_to_be_as_fast_as_a_measured_one_that_is_less_simple(
+    kit: SimpleNamespace,
+) -> None:
+    problem = small_planner().problem
+    table, study = problem.table, guided(kit)
+    study.enqueue_trial({**small_space().completed({"zero_stage": 3}), MICRO_BATCH: 4})
+    Machine().run(study, 1)
+    posterior = Posterior(problem, table.observations_of_trials(study.trials), samples_limit=None)
+    stage, offloads = table.columns.stage, table.columns.offload + table.columns.offload_param
+    rows = np.concatenate([np.flatnonzero((stage == 1) & (offloads == 0))[:2], np.flatnonzero(offloads > 0)[-1:]])
+    rows, sizes = np.concatenate([rows, posterior.measured.row]), np.full(4, 4)
+    measured = posterior.predict(posterior.measured.row, np.array([4]))[0].value
+    slow = np.array([-9.0, -8.0, -9.0, -9.0])
+    raised = posterior._at_least_as_fast(rows, sizes, slow)
+    assert raised == pytest.approx([math.log(measured) - 1, math.log(measured), -9, -9])
+    fast = math.log(measured) + np.array([-1.0, 0.1, -9.0, -9.0])
+    assert posterior._at_least_as_fast(rows, sizes, fast) == pytest.approx(fast), "it is expected to be faster anyway"
+
+
 def test_nothing_is_launched_beside_what_flies_where_nothing_else_promises_a_gain(kit: SimpleNamespace) -> None:
     planner = GuidedPlanner(small_problem(), min_gain=10.0)
     study, machine = guided(kit, planner), Machine()
