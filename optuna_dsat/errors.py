@@ -45,8 +45,10 @@ class DsatError(Exception):
     """Base class of every error that optuna-dsat raises on purpose.
 
     ``str(error)`` is one line (or a short block) meant for the user; ``exit_code`` is what the command exits with.
+    ``ranks`` is the number of ranks at which the search can run, if this number is all that is wrong.
     """
 
+    ranks: int | None = None
     exit_code: int = 1
 
 

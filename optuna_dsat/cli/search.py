@@ -103,6 +103,7 @@ def run(method: str | None, given: Given, output: OutputOptions) -> None:
         DsatError: With the exit code of the command.
     """
     from optuna_dsat.tuning.prepare import check_storage, prepare_each
+    from optuna_dsat.tuning.run import search_at_ranks
 
     studies, previews = prepare_each(method, given), []
     for prepared in studies:
@@ -122,8 +123,12 @@ def run(method: str | None, given: Given, output: OutputOptions) -> None:
         if len(studies) > 1:
             ended, end.result = _run_each(studies, output)
         else:
-            ended = run_request(
-                studies[0].request, end=end, quiet=options.quiet, as_json=output.json_output, price=output.price
+            ended = search_at_ranks(
+                studies[0],
+                lambda prepared: run_request(
+                    prepared.request, end=end, quiet=options.quiet, as_json=output.json_output, price=output.price
+                ),
+                on_notice=notify,
             )
     if options.run_full_experiment and ended.result is not None:
         from optuna_dsat.tuning.run import train_with_best

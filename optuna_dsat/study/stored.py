@@ -322,10 +322,13 @@ def check_study(store: Store, spec: StudySpec) -> None:
     differing = _differences(stored.identity(), spec.identity())
     if differing and (begun or stored.direction != spec.direction):
         resume, delete = (stored_command(what, spec.name, storage=store.url) for what in ("resume", "delete"))
-        raise StudyConflictError(
+        error = StudyConflictError(
             f"A study named {spec.name!r} exists in this storage with other settings: {'; '.join(differing)}. "
             f"Give this one another name with --study, continue that one with `{resume}`, or delete it with `{delete}`."
         )
+        if stored.identity() | {"slots_per_trial": spec.slots_per_trial} == spec.identity():
+            error.ranks = stored.slots_per_trial
+        raise error
 
 
 def _differences(stored: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:

@@ -14,6 +14,7 @@ from optuna_dsat.config.ds_config import flatten
 from optuna_dsat.config.knobs import MODEL
 from optuna_dsat.config.user_file import misspelt_in_words, misspelt_types
 from optuna_dsat.errors import PATH_ERRORS, UsageError
+from optuna_dsat.runtime.measure.memory import usable_cores
 from optuna_dsat.script.command.interception import is_of_launch
 from optuna_dsat.script.command.source import mentioned, reads_input
 from optuna_dsat.script.settings_file import missing_config
@@ -111,6 +112,15 @@ def prepare(method: str | None, given: Given) -> Prepared:
         callbacks=tuple(options.callbacks or ()),
     )
     return Prepared(request=request, given=given, notes=[*notes, *misspelt, *devices.notices, *_of_process(spec)])
+
+
+def at_ranks(prepared: Prepared, ranks: int) -> Prepared | None:
+    """Return the study at a number of ranks; None if options give another number, or the machine offers fewer."""
+    options, devices = prepared.given.options, prepared.request.devices
+    name, offered = ("gpus_per_trial", devices.per_launch) if devices.kind == "cuda" else ("cpu_ranks", usable_cores())
+    if options.on != "here" or any(getattr(options, name) is not None for name in _DEVICES) or ranks > offered:
+        return None
+    return prepare(prepared.request.spec.method, prepared.given.with_values({name: ranks}, "the script"))
 
 
 _OF_ALL_SCRIPTS = frozenset({

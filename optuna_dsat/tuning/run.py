@@ -18,7 +18,7 @@ import optuna
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.search_space import SearchSpace
 from optuna_dsat.config.structures import Structure
-from optuna_dsat.errors import NothingRunnableError, StorageError, StudyDeletedError
+from optuna_dsat.errors import DsatError, NothingRunnableError, ScriptFailedError, StorageError, StudyDeletedError
 from optuna_dsat.escape.terminal import say
 from optuna_dsat.launch.launcher import local_launcher
 from optuna_dsat.launch.machine.journal import LeftoverWatch
@@ -41,9 +41,9 @@ from optuna_dsat.study.space import space_of
 from optuna_dsat.study.spec import StudyRequest, StudySpec
 from optuna_dsat.study.stored import read_stored
 from optuna_dsat.study.trust import remember, require_secrets
-from optuna_dsat.tuning.prepare import Prepared
+from optuna_dsat.tuning.prepare import Prepared, at_ranks
 from optuna_dsat.tuning.resume import train_trial
-from optuna_dsat.words import config_in_words
+from optuna_dsat.words import config_in_words, things_in_words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +100,25 @@ def run_study(request: StudyRequest, *, observer: Observer) -> StudyRun:
     finally:
         launcher.close()
     return StudyRun(request=request, result=result, interrupted=interrupted, storage=shown)
+
+
+def search_at_ranks(
+    prepared: Prepared, search: Callable[[Prepared], StudyRun], *, on_notice: Callable[[str], None]
+) -> StudyRun:
+    """Search; if script or study have another number of ranks, and no option gives one, search at their number.
+
+    Raises:
+        DsatError: As ``search``.
+    """
+    try:
+        return search(prepared)
+    except DsatError as error:
+        if error.ranks is None or (again := at_ranks(prepared, error.ranks)) is None:
+            raise
+        option = "--gpus-per-trial" if again.request.devices.kind == "cuda" else "--cpu-ranks"
+        owner = "script sets its number of ranks" if isinstance(error, ScriptFailedError) else "study continues"
+        on_notice(f"The {owner}: launches have {things_in_words(error.ranks, 'rank')}, as by {option} {error.ranks}.")
+    return search(again)
 
 
 def _notifier(observer: Observer) -> Callable[[str], None]:

@@ -163,7 +163,7 @@ def tune(given: Given) -> TuneResult:
     studies = prepare_each(None, given)
     options = studies[0].given.options
 
-    from optuna_dsat.tuning.run import best_of, search_each, train_with_best
+    from optuna_dsat.tuning.run import best_of, search_at_ranks, search_each, train_with_best
 
     def notice(text: str) -> None:
         if not options.quiet:
@@ -174,7 +174,7 @@ def tune(given: Given) -> TuneResult:
             notice(note)
     write_config(options)
     if len(studies) == 1:
-        ended = _search(studies[0])
+        ended = search_at_ranks(studies[0], _search, on_notice=notice)
         assert ended.result is not None
         best = ended.result
     else:

@@ -280,6 +280,9 @@ def test_other_processes_are_started_and_may_not_train(monkeypatch: pytest.Monke
     deepspeed: Any = ModuleType("deepspeed")
     deepspeed.initialize = deepspeed.init_distributed = None
     monkeypatch.setitem(sys.modules, "deepspeed", deepspeed)
+    group: Any = ModuleType("torch.distributed")
+    group.init_process_group = None
+    monkeypatch.setitem(sys.modules, "torch.distributed", group)
     started: list[int] = []
 
     def spawn(fn: Callable[..., None], args: tuple[Any, ...], nprocs: int, **_: Any) -> None:
@@ -296,8 +299,9 @@ def test_other_processes_are_started_and_may_not_train(monkeypatch: pytest.Monke
         ValueError, match=r"^the script starts 4 processes by .* launch has 2 ranks: tune with --gpus-per"
     ):
         module.spawn(lambda _: deepspeed.initialize(), nprocs=4)
-    with pytest.raises(ValueError, match="launch has 2 ranks"):
-        module.spawn(lambda _: deepspeed.init_distributed(), nprocs=4)
+    for joins in (lambda _: deepspeed.init_distributed(), lambda _: group.init_process_group()):
+        with pytest.raises(ValueError, match="launch has 2 ranks"):
+            module.spawn(joins, nprocs=4)
     with pytest.raises(RuntimeError, match="another"):
         module.spawn(_another_error, nprocs=1)
 

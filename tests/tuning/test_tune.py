@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ import optuna_dsat
 from docs.generate.options import commands
 from optuna_dsat.errors import ScriptFailedError, StorageUrlError, UsageError
 from optuna_dsat.launch.machine.devices import DEFAULT_CPU_RANKS
+from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.adapt.ranks import wrong_number
 from optuna_dsat.study.options.declaration import options_in
 from optuna_dsat.study.options.methods import METHODS
 from optuna_dsat.study.spec import StudyRequest
@@ -28,8 +31,9 @@ from optuna_dsat.tuning.options.given import Given
 from optuna_dsat.tuning.options.tune_options import AutotuningOptions, TuneOptions, methods_of
 from optuna_dsat.tuning.prepare import Prepared, prepare
 from tests.harness import present
-from tests.harness.entry_points import DS_CONFIG, EntryPointBench, bench
+from tests.harness.entry_points import DS_CONFIG, EntryPointBench, bench, leave
 from tests.harness.landscapes import Hill, Interrupted
+from tests.harness.simulated import SimulatedResult
 
 __all__ = ["bench"]
 
@@ -130,6 +134,31 @@ def test_a_search_returns_what_the_command_would_print_and_reads_no_environment(
     secret = dataclasses.replace(result, storage="postgresql://me:***@host/db")
     with pytest.raises(StorageUrlError, match="give the URL again"):
         secret.optuna_study()
+
+
+class OneRank(Hill):
+    """A script that sets its number of ranks to 1."""
+
+    def run(self, ds_config: Mapping[str, Any], slots: int) -> SimulatedResult:
+        if slots == 1:
+            return super().run(ds_config, slots)
+        message = wrong_number("rank 0: ValueError: the script starts 1 rank itself", 1, slots)
+        return SimulatedResult(outcome=Outcome.SCRIPT_ERROR, startup_s=1.0, message=message)
+
+
+def test_a_script_that_sets_its_number_of_ranks_is_tuned_with_that_unless_an_option_says_otherwise(
+    bench: EntryPointBench, capfd: pytest.CaptureFixture[str]
+) -> None:
+    bench.landscape = OneRank()
+    options = {**QUICK, "cpu_ranks": None, "quiet": False, "max_trials": 2}
+    with pytest.raises(ScriptFailedError, match="launch has 2 ranks: tune with"):
+        optuna_dsat.tune("train.py", "ds.json", study="two", **{**options, "cpu_ranks": 2})
+    result = optuna_dsat.tune("train.py", "ds.json", **options)
+    assert result.train_batch_size == result.config["train_micro_batch_size_per_gpu"], "of one rank"
+    assert "The script sets its number of ranks: launches have 1 rank, as by --cpu-ranks 1." in capfd.readouterr().err
+    assert leave("random", "train.py", "ds.json", "--metric", "throughput", "--max-trials", "3", "--confirm", "1") == 0
+    assert "The study continues: launches have 1 rank, as by --cpu-ranks 1." in capfd.readouterr().err
+    assert len(result.trials()) == 3
 
 
 @pytest.mark.postgres

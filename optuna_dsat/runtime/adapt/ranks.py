@@ -221,7 +221,10 @@ def _without_engine(fn: Callable[..., Any], refusal: str, index: int, *args: Any
     def deepspeed_imported(deepspeed: Any) -> None:
         deepspeed.initialize = deepspeed.init_distributed = refuse
 
-    ImportWatch({"deepspeed": deepspeed_imported}).install()
+    def distributed_imported(distributed: Any) -> None:
+        distributed.init_process_group = refuse
+
+    ImportWatch({"deepspeed": deepspeed_imported, "torch.distributed": distributed_imported}).install()
     fn(index, *args)
 
 

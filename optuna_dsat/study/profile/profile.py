@@ -386,11 +386,18 @@ def _failure(spec: StudySpec, report: LaunchReport, record: LaunchRecord) -> Dsa
     message = report.message + failure_hint(spec, report, record)
     keys = {*ds_config.flatten(spec.ds_config), *record.config_differences, "DeepSpeedConfigError", _OF_SCALARS}
     explained = report.outcome is Outcome.INVALID_CONFIG and any(key in message for key in keys)
-    return ScriptFailedError(
+    error = ScriptFailedError(
         f"The profile launch ended with {outcome_in_words(report.outcome)}: {message}",
         traceback_tail="" if explained else report.error_excerpt,
         log_path=report.log_path,
     )
+    if match := _OTHER_RANKS.search(report.message):
+        error.ranks = int(match[1])
+    return error
+
+
+_OTHER_RANKS = re.compile(r"this launch has \d+ ranks?: tune with --gpus-per-trial (\d+) ")
+"""Matches ``runtime.adapt.ranks.wrong_number``."""
 
 
 _OTHER_LAUNCHERS = re.compile(
