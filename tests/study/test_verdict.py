@@ -167,6 +167,23 @@ def test_without_the_users_config_the_best_of_the_rounds_is_the_result() -> None
     assert present(result.speed_up).rounds == 0
 
 
+@pytest.mark.parametrize("rounds", [0, 1, 3])
+def test_a_config_is_not_told_as_slower_than_a_user_config_that_failed_in_the_rounds(rounds: int) -> None:
+    trials = (trial(OWN, 10.0), trial(1, 6.35), trial(2, 15.0, micro_batch=8))
+    known = rounds_of({1: [6.35] * rounds, 2: [15.0] * rounds}) if rounds else Rounds(chosen=(2, OWN), measured=2)
+    failed = known.with_launch(launch(OWN, 1, None))
+    again = "Your config could not be measured again; compared with its 10 samples/s in the search this is"
+    both = verdict_in_words(judged(trials, failed), metric="throughput")
+    assert both[0].startswith("At your global batch of 4 samples: trial 1 is the fastest that did not fail: 6.35 ")
+    assert both[0].endswith(f"{again} 0.635x as fast.")
+    assert both[1].endswith(f"{again} 1.50x as fast.")
+    alone = verdict_in_words(judged(trials[:2], failed), metric="throughput")[0]
+    assert alone.endswith(f"{again} 0.635x as fast.")
+    assert ("trial 1 was the fastest in the search: 6.35" in alone) == (rounds < 2)
+    all_failed = verdict_in_words(judged(trials[:1], failed), metric="throughput")[0]
+    assert all_failed == "Your config is all that was measured: 10 samples/s."
+
+
 def test_of_equals_the_smallest_global_batch_wins_and_the_tie_is_named() -> None:
     """It was: a global batch of 224 as '2.00 times as good', where 32 ran as fast."""
     trials = (trial(OWN, 73.0), trial(1, 147.0, micro_batch=112), trial(2, 145.0, micro_batch=16))

@@ -374,6 +374,7 @@ class _Judge:
             interval=Interval(value=self._searched(number)),
             metrics=trial.user_attrs.get(attributes.METRICS) or {},
             speed_up=self._searched_ratio(number),
+            failed=self._rounds.failure(number) is not None,
         )
 
     def _in_rounds_of(self, number: int, among: Collection[int] | None = None) -> Measured:
@@ -396,7 +397,6 @@ class _Judge:
             differing=self._differing(number),
             steps=sum(launch.steps for launch in launches),
             left=left,
-            failed=failed is not None,
         )
 
     def _has_left(self, number: int) -> bool:

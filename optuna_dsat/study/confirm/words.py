@@ -44,6 +44,11 @@ def _at_same_batch(verdict: Verdict, *, metric: str, device: str) -> str:
         known = "" if same.rounds else ", not confirmed"
         speed = same.speed(metric=metric, device=device).text
         return f"{batch}: trial {same.number} is the fastest that was measured: {speed}{known}."
+    if verdict.baseline.failed and not same.is_user_config:
+        fastest = (
+            f"trial {same.number} is the fastest that did not fail: {same.speed(metric=metric, device=device).text}"
+        )
+        return f"{batch}: {fastest}.{_as_searched(verdict, same, metric=metric, device=device)}"
     if not same.is_user_config and same.speed_up is not None:
         confirmed = "" if same.speed_up.rounds else ", not confirmed"
         return f"{batch}: trial {same.number} is {ratio_in_words(same.speed_up, to='your config')}{confirmed}."
@@ -83,14 +88,23 @@ def _answer(verdict: Verdict, *, metric: str, device: str) -> str:
         words = f"{name} is the fastest in the rounds: {value}."
         if verdict.speed_up is None:
             return f"{words} Your config was not measured."
-        return (
-            f"{words} Your config could not be measured again; compared with its {user} in the search this is "
-            f"{ratio_in_words(verdict.speed_up)}."
-        )
+        return f"{words}{_as_searched(verdict, verdict.result, metric=metric, device=device)}"
+    if verdict.baseline is not None and verdict.baseline.failed and not verdict.is_baseline:
+        words = f"Of the configs that did not fail, {name[0].lower()}{name[1:]} was the fastest in the search"
+        return f"{words}: {value}, not confirmed.{_as_searched(verdict, verdict.result, metric=metric, device=device)}"
     words = f"{name} was the fastest in the search: {value}, not confirmed."
     if verdict.speed_up is None or verdict.is_baseline:
         return words if verdict.baseline is not None else f"{words} Your config was not measured."
     return f"{words} That is {ratio_in_words(verdict.speed_up, to='your config')}, {user}."
+
+
+def _as_searched(verdict: Verdict, measured: Measured, *, metric: str, device: str) -> str:
+    """Compare a config with the user's, which could not be measured again, by the search; empty for the user's."""
+    if verdict.baseline is None or measured.speed_up is None:
+        return ""
+    user = verdict.baseline.speed(metric=metric, device=device).text
+    ratio = ratio_in_words(measured.speed_up)
+    return f" Your config could not be measured again; compared with its {user} in the search this is {ratio}."
 
 
 def value_in_words(verdict: Verdict, *, metric: str, device: str = "cuda") -> str:
