@@ -18,6 +18,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -170,7 +171,10 @@ def message_of(error: BaseException) -> str:
 
 
 def message_with_cause(error: BaseException) -> str:
-    """Return an error's message; for failed operator builds, without the compiler's command lines."""
+    """Return an error's message; for failed operator builds, without the compiler's command lines.
+
+    An error without a message, as of a plain ``assert``, is described by the line that raised it.
+    """
     message = message_of(error)
     for link in exception_chain(error):
         text = message_of(link)
@@ -181,7 +185,8 @@ def message_with_cause(error: BaseException) -> str:
     cause = error.__cause__
     if cause and ("failed to build" in message or "exited unexpectedly" in message):  # of an operator, of a worker
         return f"{message.rstrip('.')}: {message_of(cause).strip()}"
-    return message
+    frames = [] if message.strip() else traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].line} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else message
 
 
 def format_traceback(error: BaseException, trace: TracebackType | None) -> str:

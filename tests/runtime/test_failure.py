@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import runpy
 import time
 import traceback
 from collections.abc import Callable
@@ -304,6 +305,15 @@ FAILED: [code=127] cpu_adam.o
 c++ -MMD -MF cpu_adam.o.d -I/include
 %s
 ninja: build stopped: subcommand failed."""
+
+
+def test_an_error_without_a_message_is_told_by_its_line(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("before, config = {'zero': 1}, {'zero': 2}\nif True:\n    assert before == config\n")
+    with pytest.raises(AssertionError) as compared:
+        runpy.run_path(str(script))
+    assert message_with_cause(compared.value) == "assert before == config (train.py, line 3)"
+    assert message_with_cause(AssertionError()) == ""
 
 
 @pytest.mark.parametrize(
