@@ -76,6 +76,7 @@ _TYPES = {
 """Section -> DeepSpeed's error for its ``type``, which does not contain the key (0.19)."""
 MISMATCH = "mismatch TrainingArguments"
 """The Hugging Face Trainer's error for values that differ from its own, which recommends 'auto'."""
+NO_ENGINE = "the script never called deepspeed.initialize"
 
 
 def classify(facts: LaunchFacts) -> Verdict:
@@ -324,7 +325,7 @@ def _left_early(facts: LaunchFacts) -> Verdict | None:
         if finished.reason in ("profile_done", STEPS_SKIPPED) or finished.steps >= facts.end_profile_step:
             continue
         if not facts.of(EngineReady):
-            text = f"rank {rank}: the script never called deepspeed.initialize"
+            text = f"rank {rank}: {NO_ENGINE}"
             return Verdict(outcome=Outcome.SCRIPT_ERROR, message=text, rank=rank)
         steps = things_in_words(finished.steps, "global step")
         if caught := _caught_out_of_memory(facts, f"ended after {steps}"):

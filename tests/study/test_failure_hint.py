@@ -10,6 +10,7 @@ import pytest
 from optuna.distributions import CategoricalDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
+from optuna_dsat.launch.classify import NO_ENGINE
 from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.end_reason import describe_structure_failures
@@ -99,6 +100,24 @@ OFFLOAD = {"optimizer": {"type": "AdamW"}, "zero_optimization": {"offload_optimi
 def test_a_remedy_is_given_where_the_error_supports_it(message: str, config: dict[str, Any], hint: str) -> None:
     spec = spec_of(Path("/x")).model_copy(update={"ds_config": config})
     report: Any = SimpleNamespace(outcome=Outcome.INVALID_CONFIG, message=message, error_excerpt="")
+    assert failure_hint(spec, report, LaunchRecord(world_size=2, start_profile_step=1)) == hint
+
+
+@pytest.mark.parametrize(
+    ("text", "args", "hint"),
+    [
+        ("parser.add_argument('--do_train')", [], ". If it trains only with --do_train, add that"),
+        ("if training_args.do_train: train()", ["--do_eval"], ". If it trains only with --do_train, add that"),
+        ("if args.do_train: train()", ["--do_train=0"], ". Add the arguments with which it calls that"),
+        ("model.train(mode=True)", [], ". Add the arguments with which it calls that"),
+    ],
+)
+def test_a_script_that_does_not_train_is_reported_with_its_option_for_that(
+    tmp_path: Path, text: str, args: list[str], hint: str
+) -> None:
+    (tmp_path / "train.py").write_text(text)
+    spec = spec_of(tmp_path, script={"script": "train.py", "args": args, "cwd": str(tmp_path)})
+    report: Any = SimpleNamespace(outcome=Outcome.SCRIPT_ERROR, message=f"rank 0: {NO_ENGINE}", error_excerpt="")
     assert failure_hint(spec, report, LaunchRecord(world_size=2, start_profile_step=1)) == hint
 
 

@@ -141,6 +141,21 @@ def declared_options(
     return {option for option in options if option in spellings or option.strip("-").replace("-", "_") in names}
 
 
+_TO_TRAIN = tuple(f"--{name}" for name in ("do_train", "do-train", "train", "training", "is_train", "mode", "phase"))
+"""Options without which scripts may only evaluate."""
+
+
+def options_to_train(script: str, *, is_module: bool, cwd: Path, python: str | None = None) -> list[str]:
+    """Return the options of a script, or of a user file that it imports, without which it may not train.
+
+    ``do_train`` of Hugging Face's ``TrainingArguments`` is not declared in user files, but read there.
+    """
+    result = declared_options(_TO_TRAIN, script=script, is_module=is_module, cwd=cwd, python=python)
+    files = _files(script, is_module=is_module, cwd=cwd, python=python)
+    names = {node.attr for nodes, _ in files for node in nodes if isinstance(node, ast.Attribute)}
+    return sorted(result or {_TO_TRAIN[0]} & {f"--{name}" for name in names})
+
+
 def _spellings(node: ast.AST) -> Iterator[str]:
     """Yield the strings in a call that declares an option, or in a comparison."""
     parts: list[ast.expr] = []

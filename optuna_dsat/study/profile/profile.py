@@ -21,7 +21,7 @@ from optuna_dsat.config.structures import GUIDE_ORDER, Structure
 from optuna_dsat.config.user_file import correction
 from optuna_dsat.cost.memory import ModelProfile
 from optuna_dsat.errors import DsatError, NothingRunnableError, ScriptFailedError
-from optuna_dsat.launch.classify import MISMATCH
+from optuna_dsat.launch.classify import MISMATCH, NO_ENGINE
 from optuna_dsat.launch.follow import SlotWait, follow
 from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.protocol import Launcher, LaunchReport, LaunchRequest
@@ -38,7 +38,7 @@ from optuna_dsat.study.profile.batch_search import (
     find_trainer,
 )
 from optuna_dsat.study.profile.profiled import Profiled
-from optuna_dsat.study.profile.script import follow_script, user_config
+from optuna_dsat.study.profile.script import follow_script, hint_to_train, user_config
 from optuna_dsat.study.requests import launch_request
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.words import outcome_in_words, things_in_words
@@ -431,6 +431,8 @@ def failure_hint(spec: StudySpec, report: LaunchReport, record: LaunchRecord) ->
             ". If it did train, its loop is one that cannot be followed: "
             "put `with optuna_dsat.dsat_reporting_context(...)` around forward, backward and step"
         )
+    if report.message.endswith(NO_ENGINE):
+        return hint_to_train(spec)
     missing = _OTHER_LAUNCHERS.search(f"{report.message}\n{report.error_excerpt}")
     if missing is not None and report.outcome is Outcome.SCRIPT_ERROR:
         return (

@@ -14,6 +14,7 @@ from optuna_dsat.config import ds_config
 from optuna_dsat.config.space_builder import SearchSpace
 from optuna_dsat.script.arg_mapping import STAGE
 from optuna_dsat.script.batch_rule import BatchRule
+from optuna_dsat.script.command.source import options_to_train
 from optuna_dsat.script.trainer import ScriptTrainer
 from optuna_dsat.store import Store
 from optuna_dsat.study.spec import StudySpec
@@ -190,3 +191,13 @@ def _as_given(option: str, args: Sequence[str]) -> str:
     """Return an option in the spelling of the user's arguments: ``HfArgumentParser`` accepts dashes, too."""
     dashed = option.replace("_", "-")
     return dashed if any(arg.partition("=")[0] == dashed for arg in args) else option
+
+
+def hint_to_train(spec: StudySpec) -> str:
+    """Return what to do about a script that ends without training, as the end of a message."""
+    script, given = spec.script, {word.partition("=")[0] for word in spec.script.args}
+    options = options_to_train(script.script, is_module=script.is_module, cwd=Path(script.cwd), python=spec.python)
+    missing = " or ".join(option for option in options if option not in given)
+    return (
+        f". If it trains only with {missing}, add that" if missing else ". Add the arguments with which it calls that"
+    )
