@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import textwrap
@@ -63,6 +64,7 @@ def print_table(
             return
     from rich.cells import cell_len
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(show_edge=False, pad_edge=False)
     texts = [[heading, *(row[at] for row in shown)] for at, heading in enumerate(headings)]
@@ -71,8 +73,20 @@ def print_table(
         justify: Literal["left", "right"] = "right" if heading in right else "left"
         table.add_column(cell(heading), overflow="fold", justify=justify, width=cells)
     for row in shown:
-        table.add_row(*map(cell, row))
+        table.add_row(*(Text(_folded(text, width)) for text, width in zip(row, widths, strict=True)))
     console_of(width).print(table)
+
+
+def _folded(text: str, width: int) -> str:
+    """Break words that are longer than a column after underscores and dots, where this helps."""
+
+    def broken(word: re.Match[str]) -> str:
+        lines = [""]
+        for part in re.findall(r"[^_.]*[_.]*", word[0]):
+            lines = [*lines, part] if lines[-1] and len(lines[-1] + part) > width else [*lines[:-1], lines[-1] + part]
+        return "\n".join(lines)
+
+    return re.sub(rf"\S{{{width + 1},}}", broken, text)
 
 
 def _widths(least: Sequence[int], wanted: Sequence[int], *, room: int) -> list[int]:

@@ -198,6 +198,11 @@ def test_no_word_of_a_table_is_cut(screen: Screen) -> None:
     with redirect_stdout(screen):
         print_table(("knob", "role", "where it applies"), rows)
     assert {"contiguous_gradients", "searched", "optimizer"} <= set(screen.getvalue().replace("\u2502", " ").split())
+    long = [(1, "ZeRO 1", 8, "tests zero_optimization.use_multi_rank_bucket_allreduce")]
+    with redirect_stdout(screen):
+        print_table(("number", "structure", "micro-batch", "reason"), long)
+    parts = set(screen.getvalue().replace("\u2502", " ").split())
+    assert {"zero_optimization.", "use_multi_rank_bucket_", "allreduce"} <= parts, "in parts where it is too long"
 
 
 @pytest.mark.parametrize(

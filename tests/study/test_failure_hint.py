@@ -108,15 +108,15 @@ def test_a_remedy_is_given_where_the_error_supports_it(message: str, config: dic
     [
         ("parser.add_argument('--do_train')", [], ". If it trains only with --do_train, add that"),
         ("if training_args.do_train: train()", ["--do_eval"], ". If it trains only with --do_train, add that"),
-        ("if args.do_train: train()", ["--do_train=0"], ". Add the arguments with which it calls that"),
-        ("model.train(mode=True)", [], ". Add the arguments with which it calls that"),
+        ("if args.do_train: train()", ["--do_train=0"], ". Add the options with which it calls that"),
+        ("model.train(mode=True)", [], ". Add the options with which it calls that"),
     ],
 )
 def test_a_script_that_does_not_train_is_reported_with_its_option_for_that(
     tmp_path: Path, text: str, args: list[str], hint: str
 ) -> None:
     (tmp_path / "train.py").write_text(text)
-    spec = spec_of(tmp_path, script={"script": "train.py", "args": args, "cwd": str(tmp_path)})
+    spec = spec_of(tmp_path, script={"script": "train.py", "args": args, "cwd": str(tmp_path), "config_path": ""})
     report: Any = SimpleNamespace(outcome=Outcome.SCRIPT_ERROR, message=f"rank 0: {NO_ENGINE}", error_excerpt="")
     assert failure_hint(spec, report, LaunchRecord(world_size=2, start_profile_step=1)) == hint
 
