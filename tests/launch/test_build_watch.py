@@ -23,17 +23,22 @@ class Clock:
         return self.now
 
 
-def test_a_build_of_a_launch_is_told_as_long_as_it_lasts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("was_built", [False, True])
+def test_a_build_of_a_launch_is_told_as_long_as_it_lasts(tmp_path: Path, was_built: bool) -> None:
     words: list[str] = []
     watch = BuildWatch({"TORCH_EXTENSIONS_DIR": str(tmp_path)}, on_phase=words.append, clock=Clock())
     watch.check()
     assert words == []
     lock = tmp_path / "py311_cpu" / "cpu_adam" / "lock"
     lock.parent.mkdir(parents=True)
+    if was_built:  # by another environment that shares the folder
+        (lock.parent / "cpu_adam.so").touch()
+    why = "again, if another environment or version built it last (" if was_built else "(first use only, "
     with lock.open("w"):  # as opened by its builder
         watch.check()
+        (lock.parent / "cpu_adam.so").touch()
         watch.check()
-        assert words == ["building cpu_adam (first use only, may take minutes)"]
+        assert words == [f"building cpu_adam {why}may take minutes)"]
     lock.unlink()
     watch.check()
     watch.end()

@@ -38,6 +38,8 @@ def _locks(environ: Mapping[str, str]) -> tuple[Path, ...]:
 
 BUILDING = "building {} (first use only, may take minutes)"
 """Phase shown while waiting for a compiler."""
+UPDATING = "building {} again, if another environment or version built it last (may take minutes)"
+"""The same for operators that are there: environments that share torch's folder of extensions rebuild them in turn."""
 _LIMIT_S = 900.0
 """Time limit for compilation; an operator for CUDA takes some minutes."""
 _LOCKS_S = 5.0
@@ -148,13 +150,14 @@ class BuildWatch:
         if self._clock() - self._looked < _LOOK_S:
             return
         self._looked = self._clock()
-        self._tell(", ".join(sorted({lock.parent.name for lock in held_locks(self._environ)})))
+        self._tell({lock.parent.name: lock.parent for lock in held_locks(self._environ)})
 
     def end(self) -> None:
         """Report that no launch runs."""
-        self._tell("")
+        self._tell({})
 
-    def _tell(self, names: str) -> None:
-        if names != self._told:
+    def _tell(self, folders: Mapping[str, Path]) -> None:
+        if (names := ", ".join(sorted(folders))) != self._told:
             self._told = names
-            self._on_phase(BUILDING.format(names) if names else "")
+            are_built = all((folder / f"{name}.so").exists() for name, folder in folders.items())
+            self._on_phase((UPDATING if are_built else BUILDING).format(names) if names else "")
