@@ -23,6 +23,7 @@ from optuna_dsat.errors import ScriptFailedError, StorageUrlError, UsageError
 from optuna_dsat.launch.machine.devices import DEFAULT_CPU_RANKS
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.adapt.ranks import wrong_number
+from optuna_dsat.runtime.isolation.prepared import REMOVED
 from optuna_dsat.study.options.declaration import options_in
 from optuna_dsat.study.options.methods import METHODS
 from optuna_dsat.study.spec import StudyRequest
@@ -253,3 +254,23 @@ def test_training_at_the_end_is_part_of_the_call_and_its_failure_is_raised(monke
     assert trained == [dict(result.config)]
     with pytest.raises(ScriptFailedError, match="exit code 3"):
         optuna_dsat.tune("train.py", "ds.json", run_full_experiment=True, **QUICK)
+
+
+def test_files_that_the_searchs_command_had_made_are_named_where_training_lacks_them(
+    bench: EntryPointBench, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    kept, gone = Path(f"{bench.folder}/kept{bench.folder}"), "by the command of the search: "
+    (kept / "made").mkdir(parents=True)
+    for path in (kept / "made" / "a.txt", kept / "train.py"):
+        path.touch()
+    (kept / "list").symlink_to(REMOVED)
+    monkeypatch.setattr(resume, "run_full", lambda *_, **__: 0)
+    options = {**QUICK, "prepared": str(bench.folder / "kept"), "run_full_experiment": True}
+    optuna_dsat.tune("train.py", "ds.json", **options)
+    assert f"{gone}{bench.folder}/made. Run its steps before" in capfd.readouterr().err
+    (bench.folder / "made").mkdir()
+    optuna_dsat.tune("train.py", "ds.json", **options)
+    assert f"{gone}{bench.folder}/made/a.txt. Run its steps before" in capfd.readouterr().err
+    (bench.folder / "made" / "a.txt").touch()
+    optuna_dsat.tune("train.py", "ds.json", **options)
+    assert gone not in capfd.readouterr().err
