@@ -52,6 +52,8 @@ class Conditions(Record):
 
 _RANK = re.compile(r"^rank \d+: ")
 """Prefix of a message that contains the rank that failed first."""
+_BELOW_ERROR = re.compile(r"\s*(?:[IW]\d{4} \d\d:|(?:[\[\]\d\s:,.-]*\W)?(?:DEBUG|INFO|WARNING)\W)")
+"""Matches log lines below an error, of absl and TensorFlow (``I0000 00:00:17``), Python's logging and DeepSpeed."""
 _LAUNCH_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -179,8 +181,9 @@ class LaunchReport(Record):
 
     @property
     def failure_in_words(self) -> str:
-        """The cause, with the last line of the error unless already included."""
-        last = _RANK.sub("", self.error_excerpt.strip().rpartition("\n")[2].strip())
+        """The cause, with the last line of the error, which is no log line below an error, unless already included."""
+        lines = [line.strip() for line in self.error_excerpt.splitlines() if not _BELOW_ERROR.match(line)]
+        last = _RANK.sub("", next(filter(None, reversed(lines)), ""))
         return self.cause if all(part in self.cause for part in last.split(": ", 1)) else f"{self.cause} ({last})"
 
     @property
