@@ -26,7 +26,8 @@ def test_a_failure_in_words_ends_with_the_last_line_of_its_error() -> None:
     text = replace(failed, error_excerpt="Traceback\nOSError: no disk\n")
     assert text.failure_in_words == "the script left with sys.exit(1) (OSError: no disk)"
     logs = "WARNING: All log messages before absl::InitializeLog()\nI0000 00:00:17.5 cpu.cc:2] on\n"
-    logs += "W1129 20:13:26.1 7 x.py:8] x\n[2026-11-29 20:52:53,410] [INFO] [logging.py:96] x\n2026-11-29 20:52:53 - INFO - x\n[INFO] x\n"
+    logs += "W1129 20:13:26.1 7 x.py:8] x\n[2026-11-29 20:52:53,410] [INFO] [logging.py:96] x\n"
+    logs += "2026-11-29 20:52:53 - INFO - x\n[INFO] x\n"
     assert replace(text, error_excerpt=f"{text.error_excerpt}\n{logs}").failure_in_words == text.failure_in_words
     assert replace(failed, error_excerpt=logs).failure_in_words == failed.failure_in_words
     for line in ("E0000 00:00:17.5 dso.cc:2] x", "INFORMATION lost", "12 WARNINGS", "ValueError: INFO "):
