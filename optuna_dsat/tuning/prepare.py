@@ -14,7 +14,6 @@ from optuna_dsat.config.ds_config import flatten
 from optuna_dsat.config.knobs import MODEL
 from optuna_dsat.config.user_file import misspelt_in_words, misspelt_types
 from optuna_dsat.errors import PATH_ERRORS, UsageError
-from optuna_dsat.runtime.measure.memory import usable_cores
 from optuna_dsat.script.command.interception import is_of_launch
 from optuna_dsat.script.command.source import mentioned, reads_input
 from optuna_dsat.script.settings_file import missing_config
@@ -115,12 +114,13 @@ def prepare(method: str | None, given: Given) -> Prepared:
 
 
 def at_ranks(prepared: Prepared, ranks: int) -> Prepared | None:
-    """Return the study at a number of ranks; None if options give another number, or the machine offers fewer."""
+    """Return the study at a smaller number of ranks; None if options give the number, or it is not smaller."""
     options, devices = prepared.given.options, prepared.request.devices
-    name, offered = ("gpus_per_trial", devices.per_launch) if devices.kind == "cuda" else ("cpu_ranks", usable_cores())
-    if options.on != "here" or any(getattr(options, name) is not None for name in _DEVICES) or ranks > offered:
+    given = [name for name in _DEVICES if getattr(options, name) is not None]
+    if given or options.on != "here" or ranks >= devices.per_launch:
         return None
-    return prepare(prepared.request.spec.method, prepared.given.with_values({name: ranks}, "the script"))
+    values = {"gpus_per_trial" if devices.kind == "cuda" else "cpu_ranks": ranks}
+    return prepare(prepared.request.spec.method, prepared.given.with_values(values, "the script"))
 
 
 _OF_ALL_SCRIPTS = frozenset({

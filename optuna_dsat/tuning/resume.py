@@ -18,7 +18,7 @@ from optuna_dsat.launch.full_run import run_full
 from optuna_dsat.launch.machine.devices import Devices, cpu_devices, detect_devices
 from optuna_dsat.launch.places.slurm import agent_environment
 from optuna_dsat.launch.protocol import LaunchRequest
-from optuna_dsat.runtime.isolation.prepared import missing
+from optuna_dsat.script.command.preparation import missing_files
 from optuna_dsat.script.command.source import module_file
 from optuna_dsat.script.interpreter import script_python
 from optuna_dsat.script.trial_class import RUNNER
@@ -219,7 +219,7 @@ def train_trial(
     )
     if spec.on != "here":
         return _train_on_cluster(spec, request, stdout=stdout)
-    if spec.prepared is not None and (paths := [*missing(str(spec.prepared))]):
+    if spec.prepared is not None and (paths := [*missing_files(Path(spec.prepared))]):
         on_notice(
             f"Missing here, and made for trials by the command of the search: {', '.join(paths)}. Run its steps before "
             f"the training first, or copy that from {spec.prepared}."

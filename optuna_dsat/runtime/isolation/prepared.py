@@ -97,18 +97,6 @@ def _copy(seen: Path, target: Path) -> None:
             target.symlink_to(REMOVED)
 
 
-def missing(folder: str) -> Iterator[str]:
-    """Yield the paths below ``/`` that a folder of prepared files has and that do not exist."""
-    for top, folders, files in os.walk(folder):
-        above = top[len(folder.rstrip("/")) :] or "/"
-        for name in sorted((*folders, *files)):
-            source, path = os.path.join(top, name), os.path.join(above, name)
-            is_removed = os.path.islink(source) and os.readlink(source) == REMOVED
-            if not (is_removed or os.path.lexists(path)):
-                yield path
-        folders[:] = [name for name in folders if os.path.lexists(os.path.join(above, name))]
-
-
 def restore(folder: str) -> None:
     """Make the files below ``/`` as a folder of prepared files has them; called in the world of a launch."""
     for top, folders, files in os.walk(folder):

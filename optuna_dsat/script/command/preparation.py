@@ -96,6 +96,17 @@ def keep_prepared(rank: Mapping[str, Any], *, folder: Path, into: Path) -> Prepa
     return Prepared(folder=str(result), paths=[path for path in changed if path not in omitted], omitted=omitted)
 
 
+def missing_files(copies: Path, folder: Path = Path("/")) -> Iterator[str]:
+    """Yield the paths that a folder of prepared files has and this machine has not; of folders, their own path."""
+    for copy in sorted(copies.iterdir()) if copies.is_dir() else ():
+        path = folder / copy.name
+        is_removed = copy.is_symlink() and copy.readlink() == Path(prepared.REMOVED)
+        if not (is_removed or os.path.lexists(path)):
+            yield str(path)
+        elif copy.is_dir() and not copy.is_symlink():
+            yield from missing_files(copy, path)
+
+
 def _output_of(process: int) -> Iterator[str]:
     """Yield the files to which a process writes its output: logs of the launch."""
     for descriptor in (1, 2):
