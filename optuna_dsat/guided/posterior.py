@@ -143,7 +143,7 @@ class Posterior:
         return np.where(unknown & unneeded, _SELDOM, 1.0)
 
     def _at_least_as_fast(self, rows: Numbers, sizes: Numbers, means: Numbers) -> Numbers:
-        """Return mean log objectives, raised for structures never measured to those of less simple measured ones."""
+        """Return mean log objectives, raised for structures that are simpler than a measured one (``raised_means``)."""
         table, count = self._table, len(self.measured.row)
         costs = np.column_stack([table.columns.stage, table.columns.offload, table.columns.offload_param])
         unknown = ~np.isin(table.structure[rows], self.known_structures)

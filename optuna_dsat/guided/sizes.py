@@ -54,7 +54,7 @@ def lacks_room(table: CandidateTable, measured: Numbers, edges: Numbers, rows: N
 
 
 def raised_means(structure: Numbers, sizes: Numbers, means: Numbers, least: Numbers) -> Numbers:
-    """Return the mean log objectives of n configurations, raised where those of a structure are too low.
+    """Return the mean log objectives of n configurations, raised where a structure has too low ones.
 
     Of a structure and an octave of micro-batches, the configuration nearest to ``least`` gets at least that, and the
     others are raised by as much. So a structure that is simpler than a measured one is expected to be as fast at the

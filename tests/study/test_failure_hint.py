@@ -108,8 +108,8 @@ def test_a_remedy_is_given_where_the_error_supports_it(message: str, config: dic
     [
         ("parser.add_argument('--do_train')", [], ". If it trains only with --do_train, add that"),
         ("if training_args.do_train: train()", ["--do_eval"], ". If it trains only with --do_train, add that"),
-        ("if args.do_train: train()", ["--do_train=0"], ". Add the options with which it calls that"),
-        ("model.train(mode=True)", [], ". Add the options with which it calls that"),
+        ("if args.do_train: train()", ["--do_train=0"], ". If it trains only with an option, add that"),
+        ("model.train(mode=True)", [], ". If it trains only with an option, add that"),
     ],
 )
 def test_a_script_that_does_not_train_is_reported_with_its_option_for_that(
