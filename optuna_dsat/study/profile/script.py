@@ -198,4 +198,4 @@ def hint_to_train(spec: StudySpec) -> str:
     script, given = spec.script, {word.partition("=")[0] for word in spec.script.args}
     options = options_to_train(script.script, is_module=script.is_module, cwd=Path(script.cwd), python=spec.python)
     missing = " or ".join(option for option in options if option not in given)
-    return f". If it trains only with {missing}, add that" if missing else ". If it trains only with an option, add that"
+    return f". If it trains only with {missing or 'an option'}, add that"
