@@ -38,6 +38,30 @@ PATCHED = {
 """Module -> function that the interceptor replaces."""
 
 
+TORCHRUN = """
+import argparse
+
+
+def parse_min_max_nnodes(text):
+    return int(text), int(text)
+
+
+def main():
+    parser = argparse.ArgumentParser("torchrun")
+    for name, value in {"--nnodes": "1", "--nproc_per_node": "1", "--rdzv_endpoint": "", "--standalone": None}.items():
+        parser.add_argument(name, **({"action": "store_true"} if value is None else {"default": value}))
+    parser.add_argument("training_script")
+    parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
+    parser.set_defaults(module=False, no_python=False)
+    run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()
+"""
+"""A ``torch.distributed.run`` without torch; its ``run`` is the interceptor's."""
+
+
 class _StartedError(BaseException):
     pass
 
@@ -112,9 +136,10 @@ def intercept_here(
 
 
 def stand_in_for_torch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have scripts import a ``torch.distributed`` that loads in no time, where they are intercepted as they begin."""
+    """Have scripts and torchrun import a ``torch.distributed`` that loads in no time, where they are intercepted."""
     package = folder / "stand_in" / "torch" / "distributed"
     package.mkdir(parents=True)
     (package.parent / "__init__.py").touch()
     (package / "__init__.py").write_text("def init_process_group(*_): ...\n", encoding="utf-8")
+    (package / "run.py").write_text(TORCHRUN, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(package.parents[1]), prepend=os.pathsep)

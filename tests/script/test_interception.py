@@ -48,7 +48,7 @@ def read(folder: Path, *words: str, notices: list[str] | None = None) -> LaunchC
     return replace(result, python=None)
 
 
-def test_a_shell_script_comes_to_its_first_launch(folder: Path) -> None:
+def test_a_shell_script_comes_to_its_first_launch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = folder / "train.sh"
     script.write_text(
         "set -e\nread -p 'Start?' answer || true\npython -c 'print(1)' | tee log\n"
@@ -67,11 +67,15 @@ def test_a_shell_script_comes_to_its_first_launch(folder: Path) -> None:
     assert not (folder / "afterwards").exists()
     script.write_text(f"#!/bin/sh\n{script.read_text()}".replace("read -p", "echo"))
     script.chmod(0o755)
+    stand_in_for_torch(folder, monkeypatch)
     assert read(folder, "train.sh") == result
 
 
 @pytest.mark.skipif(bool(why_no_overlay(Path("/tmp"))), reason="overlays cannot be mounted here")
-def test_what_a_shell_script_changes_is_kept_for_trials_and_the_users_files_stay(folder: Path) -> None:
+def test_what_a_shell_script_changes_is_kept_for_trials_and_the_users_files_stay(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in_for_torch(folder, monkeypatch)
     (folder / "runs").mkdir()
     for name in ("runs/model.pt", "train.log", "old.json", "same.json"):
         (folder / name).write_text("the user's")
@@ -79,7 +83,7 @@ def test_what_a_shell_script_changes_is_kept_for_trials_and_the_users_files_stay
     (folder / "train.sh").write_text(
         "rm -rf runs; mkdir -p runs new/data; echo x > new/data/part; echo x > list; ln -s list link\n"
         "echo '{}' > new/made.json; echo '{}' > old.json; export CONFIG=$PWD/old.json\n"
-        "deepspeed --num_gpus 2 train.py --out runs --config new/made.json --base=old.json --same same.json "
+        "torchrun --nproc_per_node 2 train.py --out runs --config new/made.json --base=old.json --same same.json "
         "> train.log\n"
     )
     notices: list[str] = []
@@ -105,13 +109,16 @@ def test_what_a_shell_script_changes_is_kept_for_trials_and_the_users_files_stay
 @pytest.mark.parametrize(
     "line",
     [
-        "cd inner\nPYTHONPATH=. nohup " + TORCHRUN,  # the interceptor is not on this path
+        "cd inner\nPYTHONPATH=../stand_in nohup " + TORCHRUN,  # the interceptor is not on this path
         f"cd inner\nnohup {TORCHRUN} > log 2>&1 &",
         "cd inner\nPATH=" + os.path.dirname(sys.executable) + ":/usr/bin:/bin "  # noqa: PTH120 - nor on this one
         "python -u -m torch.distributed.run --nproc_per_node 2 train.py --lr 3",
     ],
 )
-def test_a_launch_is_seen_whatever_the_paths_and_in_which_folder(folder: Path, line: str) -> None:
+def test_a_launch_is_seen_whatever_the_paths_and_in_which_folder(
+    folder: Path, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in_for_torch(folder, monkeypatch)
     (folder / "inner").mkdir()
     (folder / "Makefile").write_text("train:\n\tbash train.sh\n")
     (folder / "train.sh").write_text(line + "\n")
@@ -121,7 +128,8 @@ def test_a_launch_is_seen_whatever_the_paths_and_in_which_folder(folder: Path, l
     assert result.folder == str(folder / "inner")
 
 
-def test_variables_in_front_of_a_command_are_its_own(folder: Path) -> None:
+def test_variables_in_front_of_a_command_are_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_for_torch(folder, monkeypatch)
     result = read(folder, "CUDA_VISIBLE_DEVICES=0,2", "MODEL=a=b", *TORCHRUN.split())
     assert result == replace(LAUNCH, gpus="0,2", environment={"MODEL": "a=b"}, is_wrapped=False)
     assert read(folder, "MODEL=tiny", "python", "train.py") == LaunchCommand(
@@ -152,6 +160,7 @@ def test_a_python_file_that_starts_a_launcher_comes_to_it(folder: Path, source: 
 def test_what_deepspeed_sets_as_a_program_imports_it_is_not_its_users(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    stand_in_for_torch(folder, monkeypatch)
     monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
     sets = "os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] = os.environ['MODEL'] = '1'"
     (folder / "start.py").write_text(f"import os\n{sets}\nos.system('{TORCHRUN}')\n")
@@ -199,6 +208,7 @@ def test_a_sitecustomize_that_runs_the_one_it_hides_is_run_once(
         "if found is not None: found.loader.exec_module(importlib.util.module_from_spec(found))\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(site))
+    stand_in_for_torch(folder, monkeypatch)
     (folder / "train.sh").write_text("python -c 'print(1)'\n" + TORCHRUN + "\n")
     assert read(folder, "bash", "train.sh") == LAUNCH
     shown = capfd.readouterr().err
@@ -223,7 +233,8 @@ def test_a_command_that_would_write_to_the_users_files_says_so_before_it_runs(
     assert notices[0].endswith("No overlay can be mounted (not permitted): it writes to your files.")
 
 
-def test_the_error_of_a_launcher_in_a_shell_script_is_shown(folder: Path) -> None:
+def test_the_error_of_a_launcher_in_a_shell_script_is_shown(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_for_torch(folder, monkeypatch)
     (folder / "train.sh").write_text("torchrun --nprocs 2 train.py\n")
     with pytest.raises(UsageError, match=r"refused its options: torchrun: .*--nprocs"):
         read(folder, "bash", "train.sh")

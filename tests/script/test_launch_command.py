@@ -49,7 +49,10 @@ def test_a_script_is_no_launcher_even_if_it_bears_the_name_of_one(folder: Path) 
         assert read(folder, f"{name} --lr 1") is None
 
 
-def test_a_launcher_under_another_name_is_a_launcher_and_no_folder_of_the_user_hides_its_packages(folder: Path) -> None:
+def test_a_launcher_under_another_name_is_a_launcher_and_no_folder_of_the_user_hides_its_packages(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in_for_torch(folder, monkeypatch)
     (folder / "torch").mkdir()
     (folder / "torch" / "__init__.py").write_text("raise ImportError('the wrong torch')\n")
     own = folder / "start-it"
@@ -143,7 +146,6 @@ def test_a_console_script_that_trains_by_itself_is_the_module_that_it_runs(
     ("command", "args", "ranks", "launcher"),
     [
         ("deepspeed --include localhost:0,1 --no_local_rank train.py --lr 3", ("--lr", "3"), 2, "deepspeed"),
-        ("deepspeed --no_python python train.py", (), None, "deepspeed"),
         ("accelerate launch --num_processes 1 train.py", (), 1, None),
         (f"{sys.executable} -m torch.distributed.launch --nproc_per_node 2 train.py", (), 2, None),
     ],
@@ -167,6 +169,8 @@ def test_deepspeeds_options_are_read() -> None:
     result = launched("deepspeed", ["--include", "localhost:0,2,3", "--module", "pkg.train"])
     assert (result.script, result.is_module, result.gpus) == ("pkg.train", True, "0,2,3")
     assert launched("deepspeed", ["--exclude", "localhost:1", "train.py"]).without_gpus == "1"
+    result = launched("deepspeed", ["--no_python", "python", "train.py"])
+    assert (result.script, result.ranks, result.launcher) == ("train.py", None, "deepspeed")
 
 
 def test_what_names_other_machines_is_named() -> None:
@@ -278,19 +282,21 @@ def test_settings_of_accelerates_yaml_that_a_config_file_replaces_are_reported_a
     )
 
 
-def test_a_launcher_in_a_process_of_its_own_says_what_it_refuses(folder: Path) -> None:
-    started_none = r"^torchrun started no rank here: .*training_script.*SCRIPT CONFIG"
-    (folder / "acc.yaml").write_text("distributed_type: DEEPSPEED\ndeepspeed_config: ds.json\n")
-    (folder / "broken.yaml").write_text("distributed_type: {a: 1\nb: 2\n")
-    for command, message in (
-        ("accelerate config", "accelerate launch"),
-        ("torchrun --standalone", started_none),
-        ("accelerate launch --config_file acc.yaml x.py", "acc.yaml: deepspeed_config is 'ds.json'; it must be a sec"),
-        ("accelerate launch --config_file broken.yaml x.py", "while parsing a flow mapping in .*broken.yaml.*line 1"),
-    ):
+def test_a_launcher_in_a_process_of_its_own_says_what_it_refuses(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(command: str, message: str) -> None:
         with pytest.raises(UsageError, match=message) as refused:
             read(folder, command)
         assert "\n" not in str(refused.value)
+
+    refused("accelerate config", "accelerate launch")
+    (folder / "broken.yaml").write_text("distributed_type: {a: 1\nb: 2\n")
+    message = "while parsing a flow mapping in .*broken.yaml.*line 1"
+    refused("accelerate launch --config_file broken.yaml x.py", message)
+    (folder / "acc.yaml").write_text("distributed_type: DEEPSPEED\ndeepspeed_config: ds.json\n")
+    with pytest.raises(SystemExit, match=r"^acc\.yaml: deepspeed_config is 'ds.json'; it must be a sec"):
+        launched("accelerate", ["launch", "--config_file", "acc.yaml", "x.py"])
+    stand_in_for_torch(folder, monkeypatch)
+    refused("torchrun --standalone", r"^torchrun started no rank here: .*training_script.*SCRIPT CONFIG")
 
 
 def test_a_launcher_of_an_environment_that_is_not_activated_is_found(
