@@ -27,7 +27,7 @@ from sqlalchemy.engine import make_url
 from optuna_dsat.store import Store
 from tests.crash_points.chosen import Strike, all_strikes, distinct
 from tests.crash_points.points import Blow
-from tests.crash_points.runs import METHODS, SEED, Case, Reference, StudyOfPoints, Tried
+from tests.crash_points.runs import DATABASES, METHODS, SEED, Case, Reference, StudyOfPoints, Tried
 from tests.harness.databases import Server, revisions_loaded_once, running_server
 
 _ROOM_BYTES = 4 * 2**30
@@ -39,7 +39,7 @@ _RESULTS = "results.pickle"
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.crash_points", description=__doc__)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
-    parser.add_argument("--databases", nargs="+", default=["sqlite", "postgres"], choices=["sqlite", "postgres"])
+    parser.add_argument("--databases", nargs="+", default=list(DATABASES), choices=DATABASES)
     parser.add_argument("--blows", nargs="+", type=Blow, default=list(Blow), metavar="BLOW", help=", ".join(Blow))
     parser.add_argument("--all", action="store_true", help="Try every blow, however often the same code gets there.")
     parser.add_argument(

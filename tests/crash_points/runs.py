@@ -21,6 +21,7 @@ SEED = "OPTUNA_DSAT_CRASH_SEED"
 """Environment variable with the seed of a sample, to repeat one."""
 
 METHODS = ("guided", "random", "binary", "asha")
+DATABASES = ("sqlite", "postgres")
 NAME = "crashed"
 BUDGET = 4
 _OPTIONS = (
@@ -40,7 +41,7 @@ class Case:
 
     method: str
     database: str
-    """``sqlite`` or ``postgres``."""
+    """One of ``DATABASES``."""
     new: bool = False
     """Whether the database is created, too; otherwise it has its tables."""
 

@@ -17,8 +17,8 @@ from tests.crash_points.command import Ended
 from tests.crash_points.launcher import Launched
 from tests.crash_points.observed import Observed, StoredTrial
 from tests.crash_points.points import Blow
-from tests.crash_points.runs import METHODS, SEED
-from tests.harness.databases import EXTERNAL, Server
+from tests.crash_points.runs import DATABASES, METHODS, SEED
+from tests.harness.databases import EXTERNAL
 
 ROOT = Path(__file__).parents[2]
 SAMPLE = 4
@@ -45,14 +45,17 @@ KILL = replace(UNDISTURBED, blow=Blow.KILL, first=KILLED, second=WELL)
 
 
 @pytest.mark.postgres
-def test_a_sample_of_all_points(postgres_server: Server) -> None:
-    """Try points of one method, both drawn by a seed, which is printed; the environment may give it."""
+def test_a_sample_of_all_points(request: pytest.FixtureRequest) -> None:
+    """Try points of one method on one database, all drawn by a seed, which is printed; the environment may give it."""
     seed = int(os.environ.get(SEED) or random.SystemRandom().randrange(10**6))
-    chosen = ("--methods", METHODS[seed % len(METHODS)], "--sample", str(SAMPLE), "--seed", str(seed))
+    number, method = divmod(seed, len(METHODS))
+    database = DATABASES[number % len(DATABASES)]
+    server = {EXTERNAL: request.getfixturevalue("postgres_server").url} if database == "postgres" else {}
+    chosen = ("--methods", METHODS[method], "--databases", database, "--sample", str(SAMPLE), "--seed", str(seed))
     done = subprocess.run(
         [sys.executable, "-m", "tests.crash_points", "--jobs", "1", *chosen],
         cwd=ROOT,
-        env={**os.environ, EXTERNAL: postgres_server.url},
+        env={**os.environ, **server},
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
