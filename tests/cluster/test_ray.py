@@ -246,6 +246,11 @@ def test_agents_go_with_the_process_that_held_their_place(cluster: RayCluster) -
     wait_until(lambda: all(map(ended, pids)), what="the agents are gone")
 
 
+WHO = """import os, sys
+print(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}:", *sys.argv[1:])
+"""
+
+
 @with_ray
 @pytest.mark.torchrun
 def test_a_study_runs_on_two_nodes_from_a_head_without_a_core(cluster: RayCluster, tmp_path: Path) -> None:
@@ -265,10 +270,14 @@ def test_a_study_runs_on_two_nodes_from_a_head_without_a_core(cluster: RayCluste
     assert json.loads((trial / "report.json").read_text())["root"] == "profile", "the profile launch is continued"
     (printed,) = (line for line in shown.splitlines() if "optuna_dsat.launch.places.ray_train" in line)
     assert f"--nodes 2 --ranks 1 -- {tmp_path / 'train.py'}" in printed
+    (tmp_path / "train.py").write_text(WHO)  # what the search has trained need not train again
     environ = {**os.environ, **LOOPBACK, "PYTHONPATH": str(ROOT)}
-    printed = printed.replace(" 0.01", " 0.001")
-    trained = subprocess.run(printed, shell=True, cwd=tmp_path, env=environ, check=False)
+    trained = subprocess.run(
+        printed, shell=True, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True, check=False
+    )
     assert trained.returncode == 0
+    ranks = sorted(line for line in trained.stdout.splitlines() if line.startswith("rank"))
+    assert ranks == [f"rank {rank} of 2: {best} 0.01" for rank in (0, 1)]
 
 
 def relay_above(rank: int) -> psutil.Process:
