@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import mmap
 import os
 import resource
-import subprocess
 import sys
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -15,6 +15,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from optuna_dsat.runtime.adapt.side_effects import tolerate_skipped_checkpoints
 from optuna_dsat.runtime.events import RankFailed, RankFinished
@@ -31,7 +32,9 @@ from optuna_dsat.runtime.measure.memory import (
     support_uuid_visible_devices,
     unlink_shared_buffers,
     usable_cores,
+    watch_caught_errors,
 )
+from optuna_dsat.runtime.measure.meter import RankState
 from tests.harness.ranks import Starter
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
@@ -290,26 +293,22 @@ def test_only_deepspeeds_buffers_are_unlinked(tmp_path: Path) -> None:
     assert other.exists()
 
 
-def test_out_of_memory_errors_are_counted_though_the_script_catches_them() -> None:
-    program = (
-        "import gc, torch\n"
-        "from optuna_dsat.runtime.measure.memory import watch_caught_errors\n"
-        "from optuna_dsat.runtime.measure.meter import RankState\n"
-        "state = RankState(device='cuda')\n"
-        "watch_caught_errors(torch, state.note_error)\n"
-        "memory = 'CUDA out of memory. Tried to allocate 2.00 GiB'\n"
-        "for error in (torch.OutOfMemoryError(memory), RuntimeError(memory), RuntimeError('shapes')):\n"
-        "    try:\n"
-        "        raise error\n"
-        "    except Exception as caught:\n"
-        "        assert caught.args == error.args\n"
-        "        gc.collect()\n"
-        "        torch.cuda.empty_cache()\n"
-        "torch.cuda.empty_cache()\n"
-        "print(state.allocation_failures)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "2\n"
+def test_out_of_memory_errors_are_counted_though_the_script_catches_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner, name in ((torch.OutOfMemoryError, "__init__"), (torch.cuda, "empty_cache"), (gc, "collect")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    state = RankState(device="cuda")
+    watch_caught_errors(torch, state.note_error)
+    memory = "CUDA out of memory. Tried to allocate 2.00 GiB"
+    for kind, text in ((torch.OutOfMemoryError, memory), (RuntimeError, memory), (RuntimeError, "shapes")):
+        try:
+            raise kind(text)
+        except RuntimeError as error:
+            shown = str(error)
+            gc.collect()
+            torch.cuda.empty_cache()
+        assert shown == text
+    torch.cuda.empty_cache()
+    assert state.allocation_failures == 2
 
 
 MIB = 2**20
