@@ -35,7 +35,6 @@ import torch
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--batch", type=int, default=4)
-parser.add_argument("--local_rank", type=int, default=0)
 parser = deepspeed.add_config_arguments(parser)
 args = parser.parse_args()
 model = torch.nn.Linear(8, 1).cuda()
@@ -79,7 +78,7 @@ def write_entry(sources: Path, **more: Any) -> Path:
         "repository": "someone/thing",
         "commit": commit,
         "folder": "train",
-        "command": "deepspeed --num_gpus 1 train.py --deepspeed_config ds.json",
+        "command": "torchrun --nproc_per_node 1 train.py --deepspeed_config ds.json",
         "config": "ds.json",
         **more,
     }

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from optuna_dsat.config.knobs import KNOBS
 from tests.cli.test_bad_input import GOOD
 from tests.harness.entry_points import leave
-from tests.harness.workers import assert_within
+from tests.harness.waits import assert_within
 
 DOCUMENTED = frozenset({0, 2, 3, 4, 5, 130})
 LIMIT_S = 5.0

@@ -14,7 +14,7 @@ from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest, Observed
 from optuna_dsat.launch.warm.forking import Forking
 from optuna_dsat.runtime.events import RankStarted
 from tests.harness.launches import STUB, reports, request, updates_until_finished
-from tests.harness.workers import wait_until
+from tests.harness.waits import wait_until
 
 TWO_RANKS = Layout(nodes=2, slots=1, kind="cpu", gpus=2)
 

@@ -31,7 +31,7 @@ from tests.harness import present
 from tests.harness.commands import ROOT
 from tests.harness.events import step_of
 from tests.harness.launches import STUB, request
-from tests.harness.workers import ended, wait_until
+from tests.harness.waits import ended, wait_until
 
 
 class Clock:

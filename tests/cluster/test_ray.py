@@ -26,7 +26,7 @@ from optuna_dsat.launch.places.ray_place import cause_of, node_environment
 from optuna_dsat.launch.places.ray_train import torchrun_words
 from tests.harness.commands import DS_CONFIG, SCRIPT, Command
 from tests.harness.ray_cluster import LOOPBACK, ROOT, RayCluster, running_ray, why_no_ray
-from tests.harness.workers import assert_within, ended, wait_until
+from tests.harness.waits import assert_within, ended, wait_until
 
 with_ray = pytest.mark.skipif(bool(why_no_ray()), reason=why_no_ray() or "Ray is there")
 

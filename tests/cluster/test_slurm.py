@@ -38,7 +38,7 @@ from tests.harness.launches import (
     updates_until_finished,
 )
 from tests.harness.slurm import SlurmCluster
-from tests.harness.workers import assert_within, wait_until
+from tests.harness.waits import assert_within, wait_until
 
 RELEASE_S = 5.0
 """Longest time from a release until a place that waited for it is ready, on a machine with nothing else to do."""

@@ -19,7 +19,8 @@ from optuna_dsat.study.spec import make_spec
 from tests.harness.commands import OPTIONS, Command
 from tests.harness.slurm import SlurmCluster
 from tests.harness.users_world import shared, state, world
-from tests.harness.workers import StoredStudy, assert_within, wait_until
+from tests.harness.waits import assert_within, wait_until
+from tests.harness.workers import StoredStudy
 
 __all__ = ["shared", "world"]
 

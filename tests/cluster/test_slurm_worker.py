@@ -11,7 +11,7 @@ import pytest
 
 from tests.harness.commands import ROOT
 from tests.harness.slurm import SlurmCluster
-from tests.harness.workers import wait_until
+from tests.harness.waits import wait_until
 
 SCRIPT = ROOT / "examples" / "slurm" / "job.sh"
 STAND_IN = """#!/bin/bash

@@ -14,7 +14,7 @@ from optuna_dsat.config.space_builder import SpaceRequest, build_space
 from optuna_dsat.launch.agent.command import device_environment
 from optuna_dsat.launch.machine import operators
 from optuna_dsat.launch.machine.operators import compile_operators, remove_stale_locks
-from tests.harness.workers import assert_within, ended, wait_until
+from tests.harness.waits import assert_within, ended, wait_until
 
 
 @pytest.mark.parametrize(

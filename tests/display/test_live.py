@@ -28,7 +28,7 @@ from optuna_dsat.study.confirm.speeds import Speed
 from optuna_dsat.study.live_state import LiveState
 from tests.harness.small_model import profiled_of
 from tests.harness.terminal import terminal
-from tests.harness.workers import wait_until
+from tests.harness.waits import wait_until
 
 GIB = 2**30
 PROFILE = replace(profiled_of().profile, device_memory_bytes=8 * GIB)

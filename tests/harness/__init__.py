@@ -6,6 +6,7 @@ Simulated studies:
     studies: ``StudyBench`` runs sessions in this process, in a single database.
     entry_points: ``EntryPointBench`` lets the command line and ``tune()`` search over a simulated landscape.
     reports: ``ReportedStudyBench``, studies with the logs of launches; the dashboard's command as a process.
+    waits: waiting for a condition, and for the end of a process.
     worker, workers: a worker as a separate process; ``WorkerBench`` starts several on the same study, ``StoredStudy``
         reads the outcome.
     forks: ``ForkedProcess``, a process forked with its imports already loaded.

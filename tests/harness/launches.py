@@ -7,9 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import pytest
+from typing import TYPE_CHECKING, Any
 
 from optuna_dsat.launch.agent.run import MachineLaunch, Started
 from optuna_dsat.launch.launch import Launch
@@ -27,7 +25,10 @@ from optuna_dsat.launch.protocol import (
 )
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.runtime.agent.preload import Preload
-from tests.harness.workers import HANG_S
+from tests.harness.waits import HANG_S
+
+if TYPE_CHECKING:
+    import pytest
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 STUB = "stub_engine.py"

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.harness.workers import HANG_S
+from tests.harness.waits import HANG_S
 
 ROOT = Path(__file__).parents[2]
 LOOPBACK = {

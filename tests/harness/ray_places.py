@@ -19,7 +19,7 @@ from optuna_dsat.launch.machine.nvml import DeviceError
 from optuna_dsat.launch.places import ray_engine, ray_place
 from optuna_dsat.launch.places.engine import ClusterError, Place, PlaceState
 from optuna_dsat.launch.places.ray_engine import RayEngine
-from tests.harness.workers import HANG_S, ended
+from tests.harness.waits import HANG_S, ended
 
 Seen = dict[str, Any]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from optuna_dsat.runtime.agent.processes import MARK_ENV
-from tests.harness.workers import HANG_S, wait_until
+from tests.harness.waits import HANG_S, wait_until
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "squeue", "sinfo", "scancel", "scontrol")
 

@@ -24,7 +24,7 @@ from optuna_dsat.runtime.user_code import stacks_path
 from tests.harness.commands import ROOT
 from tests.harness.events import step_of
 from tests.harness.launches import followed
-from tests.harness.workers import wait_until
+from tests.harness.waits import wait_until
 
 MIB = 2**20
 RANK, COMPILER = ProcessKey(7, 1), ProcessKey(8, 1)

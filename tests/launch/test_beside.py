@@ -23,7 +23,7 @@ from tests.harness import present
 from tests.harness.events import engine, step_of
 from tests.harness.launches import followed, processes_of
 from tests.harness.nvml_machine import Machine, uuid
-from tests.harness.workers import wait_until
+from tests.harness.waits import wait_until
 
 AGENT, RANK, WORKER, LATE = (ProcessKey(pid, 1) for pid in (10, 11, 12, 13))
 

@@ -29,7 +29,7 @@ from tests.harness.launches import (
     updates_until,
     updates_until_finished,
 )
-from tests.harness.workers import ended, wait_until
+from tests.harness.waits import ended, wait_until
 
 from .test_torchrun import assert_gone
 

@@ -23,7 +23,7 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.agent.preload import Preload
 from optuna_dsat.runtime.agent.processes import MARK_ENV, Ending, ProcessKey
 from tests.harness.launches import request
-from tests.harness.workers import assert_within, ended, wait_until
+from tests.harness.waits import assert_within, ended, wait_until
 
 ROOT = Path(__file__).parents[2]
 

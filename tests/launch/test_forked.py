@@ -21,7 +21,7 @@ from optuna_dsat.launch.warm.server import WarmAgent, WarmUnavailableError
 from optuna_dsat.runtime.agent.forked import resolve_python_path
 from optuna_dsat.runtime.agent.preload import Preload
 from optuna_dsat.runtime.agent.processes import ProcessKey
-from tests.harness.workers import wait_until
+from tests.harness.waits import wait_until
 
 
 def path_of_an_interpreter(python_path: str, cwd: Path) -> list[str]:

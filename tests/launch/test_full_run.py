@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from optuna_dsat.launch.machine.journal import remove_leftovers
-from tests.harness.workers import ended, wait_until
+from tests.harness.waits import ended, wait_until
 
 AGENT = """
 import pathlib, signal, subprocess, sys, time

@@ -41,7 +41,7 @@ from optuna_dsat.runtime.agent.processes import MARK_ENV
 from optuna_dsat.runtime.process_identity import process_space
 from tests.harness import present
 from tests.harness.launches import followed, request
-from tests.harness.workers import ended, wait_until
+from tests.harness.waits import ended, wait_until
 
 TUNER = '''
 import os, subprocess, sys

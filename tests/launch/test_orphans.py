@@ -33,7 +33,7 @@ from tests.harness.launches import (
     updates_until,
     updates_until_finished,
 )
-from tests.harness.workers import assert_within, ended, wait_until
+from tests.harness.waits import assert_within, ended, wait_until
 
 ROOT = Path(__file__).parents[2]
 BASE_ENV = {**os.environ, "OMP_NUM_THREADS": "1"}

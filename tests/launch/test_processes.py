@@ -22,7 +22,7 @@ from optuna_dsat.runtime.agent.operators import extensions_dir
 from optuna_dsat.runtime.agent.processes import MARK_ENV, ProcessKey
 from optuna_dsat.runtime.events import RankFinished, encode_event
 from optuna_dsat.runtime.process_identity import process_space
-from tests.harness.workers import wait_until
+from tests.harness.waits import wait_until
 
 TREE = (
     "import subprocess, sys, time\n"

@@ -15,7 +15,7 @@ from optuna_dsat.launch.machine.processes import find_marked
 from optuna_dsat.launch.protocol import Rendezvous
 from optuna_dsat.launch.run_directory import RunDirectory
 from tests.harness.launches import DS_CONFIG, request, updates_until_finished
-from tests.harness.workers import wait_until
+from tests.harness.waits import wait_until
 
 
 def part(**changes: object) -> Rendezvous:

@@ -20,7 +20,7 @@ from optuna_dsat.launch.machine.shared_memory import SharedMemoryWatch, shared_m
 from optuna_dsat.runtime.adapt.journal import SHARED_MEMORY
 from optuna_dsat.runtime.agent.processes import MARK_ENV
 from tests.harness.launches import followed, processes_of
-from tests.harness.workers import wait_until
+from tests.harness.waits import wait_until
 
 MAPS = """
 import mmap, sys, time

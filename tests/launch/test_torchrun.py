@@ -19,7 +19,7 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.agent.processes import ProcessKey
 from optuna_dsat.runtime.events import EngineReady, RankFailed, RankFinished, StepMeasured
 from tests.harness.launches import DS_CONFIG, STUB, events, reports, request, run, updates_until, updates_until_finished
-from tests.harness.workers import wait_until
+from tests.harness.waits import wait_until
 
 ROOT = Path(__file__).parents[2]
 BASE_ENV = {

@@ -37,7 +37,7 @@ from tests.harness.launches import (
     updates_until,
     updates_until_finished,
 )
-from tests.harness.workers import wait_until
+from tests.harness.waits import wait_until
 
 from .test_torchrun import BASE_ENV, assert_gone
 

@@ -121,7 +121,8 @@ def _order(optimizer: Any) -> list[int]:
 
 def main() -> None:
     CPUAdamBuilder.load = lambda *_: Update()
-    sys.modules["cpuinfo"] = SimpleNamespace(get_cpu_info=dict)  # else each of these optimizers starts a process for it
+    named: Any = SimpleNamespace(get_cpu_info=dict)  # else each of these optimizers starts a process for it
+    sys.modules["cpuinfo"] = named
     results = [trained(**item) for item in json.loads(sys.argv[1])]
     if torch.distributed.get_rank() == 0:
         print(json.dumps(results), flush=True)

@@ -18,7 +18,7 @@ from optuna_dsat.launch.machine.operators import remove_stale_locks
 from optuna_dsat.runtime.adapt import journal
 from optuna_dsat.runtime.adapt.journal import guard_builds, is_held, remove_if_abandoned
 from optuna_dsat.runtime.process_identity import process_space, start_ticks
-from tests.harness.workers import wait_until
+from tests.harness.waits import wait_until
 
 BUILDER = """
 import os, sys, time

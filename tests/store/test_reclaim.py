@@ -27,7 +27,7 @@ from optuna_dsat.store.tables import HeartbeatRow
 from optuna_dsat.trials import attributes
 from tests.harness.landscapes import Hill
 from tests.harness.studies import StudyBench
-from tests.harness.workers import wait_until
+from tests.harness.waits import wait_until
 
 KEY = "key"
 

@@ -13,7 +13,7 @@ import pytest
 from optuna_dsat.runtime.isolation.mounts import why_no_overlay
 from tests.harness.commands import OPTIONS, Command
 from tests.harness.users_world import shared, state, world
-from tests.harness.workers import wait_until
+from tests.harness.waits import wait_until
 
 __all__ = ["shared", "world"]
 

@@ -10,8 +10,9 @@ from collections import Counter
 from optuna.trial import TrialState
 
 from optuna_dsat.trials import attributes
+from tests.harness.waits import wait_until
 from tests.harness.worker import release_file
-from tests.harness.workers import StoredStudy, WorkerBench, WorkerProcess, wait_until
+from tests.harness.workers import StoredStudy, WorkerBench, WorkerProcess
 
 
 def test_four_workers_start_at_once_on_an_empty_database_and_share_twelve_launches(
