@@ -3,7 +3,6 @@ from __future__ import annotations
 import html
 import io
 import json
-import os
 import re
 import shlex
 import signal
@@ -19,7 +18,7 @@ from rich.console import Console
 
 from optuna_dsat.display.lines import LineView
 from optuna_dsat.display.live import NotebookView, make_observer, render
-from optuna_dsat.display.stopping import STOP_MESSAGE, Stopping
+from optuna_dsat.display.stopping import STOP_MESSAGE, Stopping, stopping_on_signals
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.signals import ENDING
 from optuna_dsat.store import Store
@@ -312,6 +311,18 @@ def test_what_is_told_again_is_no_second_request_but_what_a_person_sends_after_c
     assert 130 in left
 
 
+def test_what_else_ends_a_process_asks_for_a_stop_as_ctrl_c_does(capfd: pytest.CaptureFixture[str]) -> None:
+    number = signal.SIGXCPU
+    assert {signal.SIGQUIT, signal.SIGUSR1, number} <= set(ENDING)
+    with stopping_on_signals() as stopping:
+        assert all(signal.getsignal(item) is stopping for item in ENDING)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+        signal.raise_signal(number)
+    assert stopping.by == number
+    assert capfd.readouterr().err == f"{number.name} came.\n{STOP_MESSAGE}\n"
+
+
 def command(folder: Path, *, pause_s: float, stop_s: float = 0.0, trials: int = 40) -> list[str]:
     (folder / "train.py").write_text("")
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}
@@ -379,21 +390,6 @@ def test_ctrl_c_twice_stops_at_once(tmp_path: Path) -> None:
     assert "Continue with: optuna-dsat resume s --storage" in screen.plain()
     assert screen.written.rindex("\x1b[?25h") > screen.written.rindex("\x1b[?25l")
     assert TrialState.RUNNING in states(tmp_path)  # until someone goes on: tests/store/test_reclaim.py
-
-
-def test_what_else_ends_a_process_ends_a_search_as_ctrl_c_does(tmp_path: Path) -> None:
-    number = signal.SIGXCPU
-    assert {signal.SIGQUIT, signal.SIGUSR1, number} <= set(ENDING)
-    with terminal(command(tmp_path, pause_s=0.1), width=130, NO_COLOR="1") as screen:
-        screen.wait_for("2 running")
-        for _ in range(2):
-            os.kill(screen.pid, number)
-        assert screen.wait() == 130
-    assert f"{number.name} came." in screen.plain()
-    assert "Continue with: optuna-dsat resume s --storage" in screen.plain()
-    result = states(tmp_path)
-    assert TrialState.RUNNING not in result
-    assert TrialState.WAITING in result
 
 
 def test_a_search_whose_terminal_is_closed_returns_what_is_in_flight(tmp_path: Path) -> None:
