@@ -1,4 +1,4 @@
-"""The report as people see it: a real browser, at the width of a desk and of a phone, light and dark."""
+"""The report and the live page as people see them: a real browser, as wide as a desk and a phone, light and dark."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import optuna
 import pytest
 
 from optuna_dsat.outcome import Outcome
@@ -17,6 +18,7 @@ from optuna_dsat.report.view import StudyView
 from optuna_dsat.report.write import render_comparison
 from optuna_dsat.trials import attributes
 from tests.harness.browser import needs_chromium, open_browser, open_page, until
+from tests.harness.reports import ReportedStudyBench, serving
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -27,6 +29,10 @@ pytestmark = needs_chromium
 DESK: dict[str, Any] = {"width": 1280, "height": 900}
 TABLET: dict[str, Any] = {"width": 1024, "height": 768}
 PHONE: dict[str, Any] = {"width": 390, "height": 844, "phone": True}
+
+DRAWN = "[...document.querySelectorAll('.plot')].every(e => e.querySelector('.plot-container'))"
+SUMMARY = "document.querySelector('#launches summary').textContent"
+ZOOM = "document.querySelector('#micro-batch .plot').layout.xaxis.range"
 
 
 @pytest.fixture(scope="module")
@@ -188,3 +194,37 @@ def test_a_comparison_of_long_names_fits_and_leaves_its_bars_room(
         until(page, f"{share} > 0.4")
         assert seen.console == []
         assert seen.requests == [file.as_uri()]
+
+
+def test_it_follows_a_search_and_keeps_zoom_and_what_was_opened(browser: Any, finished: ReportedStudyBench) -> None:
+    study, launched = finished.study(), len(finished.view().launched)
+    config = study.trials[0].user_attrs[attributes.CONFIG]
+    flying = study.ask()
+    flying.set_user_attr(attributes.CONFIG, config)
+    flying.set_user_attr(attributes.LAUNCH_ID, f"trial-{launched:04d}")
+    flying.report(123.0, 2)
+    with (
+        serving("s", "--storage", finished.url, "--port", "0") as (_, address),
+        open_page(browser, width=1280, height=900, scheme="dark") as (page, seen),
+    ):
+        page.goto(address)
+        until(page, DRAWN)
+        page.locator("#now").get_by_text("123 samples/s").wait_for()
+        page.evaluate("Plotly.relayout(document.querySelector('#micro-batch .plot'), {'xaxis.range': [1, 1.5]}); null")
+        page.locator("#memory-table summary").click()
+        page.get_by_role("button", name="GiB", exact=True).click()
+        page.get_by_role("searchbox").fill("memory")
+        assert page.evaluate(SUMMARY).startswith(f"{launched} ")
+        flying.set_user_attr(attributes.OUTCOME, "out_of_memory")
+        study.tell(flying.number, state=optuna.trial.TrialState.PRUNED)
+        page.locator("#now").get_by_text("The search has ended.").wait_for(state="attached")
+        until(page, f"{SUMMARY}.startsWith('{launched + 1} ')")
+        assert page.evaluate(ZOOM) == [1, 1.5]
+        assert page.evaluate("document.querySelector('#memory-table').open")
+        assert page.locator("#launch-rows th[aria-sort=descending]").inner_text().startswith("GiB")
+        assert page.get_by_role("searchbox").input_value() == "memory"
+        assert page.evaluate(DRAWN)
+        assert seen.console == []
+        assert {request.split("?")[0].rpartition("/")[0] for request in seen.requests} <= {
+            address.rstrip("/"), f"{address}assets",
+        }  # fmt: skip
