@@ -27,6 +27,7 @@ from benchmarks.first_try.judge import (
 from benchmarks.first_try.page import page
 from benchmarks.first_try.sandbox import Ran, Sandbox
 from benchmarks.first_try.sources import SourceError, check_out
+from tests.harness.commands import PLAIN_CONFIG
 
 SCRIPT = """\
 import argparse
@@ -45,11 +46,7 @@ for (batch,) in torch.utils.data.DataLoader(samples, batch_size=args.batch):
     engine.backward(loss)
     engine.step()
 """
-CONFIG = {
-    "train_micro_batch_size_per_gpu": 4,
-    "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
-    "zero_optimization": {"stage": 1},
-}
+CONFIG = {**PLAIN_CONFIG, "train_micro_batch_size_per_gpu": 4}
 
 
 @pytest.fixture

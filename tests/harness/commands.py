@@ -16,12 +16,12 @@ SCRIPT = ROOT / "tests" / "scripts" / "sleepy.py"
 STEP_S = 0.1
 """Minimum duration of a step of the script."""
 
-DS_CONFIG = {
+PLAIN_CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
     "zero_optimization": {"stage": 1},
-    "autotuning": {"max_train_micro_batch_size_per_gpu": 1},
 }
+DS_CONFIG = {**PLAIN_CONFIG, "autotuning": {"max_train_micro_batch_size_per_gpu": 1}}
 """With a single micro-batch size, trials do not depend on measurements, so all studies try the same configs."""
 
 OPTIONS = (

@@ -29,6 +29,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     (tmp_path / "train.py").write_text("from pathlib import Path\nPath('begun').touch()\nprint('has begun')\n")
+    stand_in_for_torch(tmp_path, monkeypatch)
     return tmp_path
 
 
@@ -56,7 +57,9 @@ def test_a_shell_script_comes_to_its_first_launch(folder: Path, monkeypatch: pyt
         f"# {TORCHRUN}\necho torchrun train.py\ndeepspeed $GPUS \\\n  train.py --lr 4\n"
     )
     notices: list[str] = []
-    result = read(folder, "bash", "train.sh", notices=notices)
+    with monkeypatch.context() as real:
+        real.delenv("PYTHONPATH")
+        result = read(folder, "bash", "train.sh", notices=notices)
     assert result == replace(LAUNCH, gpus="1", environment={"MODEL": "tiny"})
     assert notices[-1].startswith("The shell script contains other launches, which are not tuned")
     assert notices[:-1] == [
@@ -67,15 +70,11 @@ def test_a_shell_script_comes_to_its_first_launch(folder: Path, monkeypatch: pyt
     assert not (folder / "afterwards").exists()
     script.write_text(f"#!/bin/sh\n{script.read_text()}".replace("read -p", "echo"))
     script.chmod(0o755)
-    stand_in_for_torch(folder, monkeypatch)
     assert read(folder, "train.sh") == result
 
 
 @pytest.mark.skipif(bool(why_no_overlay(Path("/tmp"))), reason="overlays cannot be mounted here")
-def test_what_a_shell_script_changes_is_kept_for_trials_and_the_users_files_stay(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stand_in_for_torch(folder, monkeypatch)
+def test_what_a_shell_script_changes_is_kept_for_trials_and_the_users_files_stay(folder: Path) -> None:
     (folder / "runs").mkdir()
     for name in ("runs/model.pt", "train.log", "old.json", "same.json"):
         (folder / name).write_text("the user's")
@@ -115,10 +114,7 @@ def test_what_a_shell_script_changes_is_kept_for_trials_and_the_users_files_stay
         "python -u -m torch.distributed.run --nproc_per_node 2 train.py --lr 3",
     ],
 )
-def test_a_launch_is_seen_whatever_the_paths_and_in_which_folder(
-    folder: Path, line: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stand_in_for_torch(folder, monkeypatch)
+def test_a_launch_is_seen_whatever_the_paths_and_in_which_folder(folder: Path, line: str) -> None:
     (folder / "inner").mkdir()
     (folder / "Makefile").write_text("train:\n\tbash train.sh\n")
     (folder / "train.sh").write_text(line + "\n")
@@ -128,8 +124,7 @@ def test_a_launch_is_seen_whatever_the_paths_and_in_which_folder(
     assert result.folder == str(folder / "inner")
 
 
-def test_variables_in_front_of_a_command_are_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in_for_torch(folder, monkeypatch)
+def test_variables_in_front_of_a_command_are_its_own(folder: Path) -> None:
     result = read(folder, "CUDA_VISIBLE_DEVICES=0,2", "MODEL=a=b", *TORCHRUN.split())
     assert result == replace(LAUNCH, gpus="0,2", environment={"MODEL": "a=b"}, is_wrapped=False)
     assert read(folder, "MODEL=tiny", "python", "train.py") == LaunchCommand(
@@ -160,7 +155,6 @@ def test_a_python_file_that_starts_a_launcher_comes_to_it(folder: Path, source: 
 def test_what_deepspeed_sets_as_a_program_imports_it_is_not_its_users(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stand_in_for_torch(folder, monkeypatch)
     monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
     sets = "os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] = os.environ['MODEL'] = '1'"
     (folder / "start.py").write_text(f"import os\n{sets}\nos.system('{TORCHRUN}')\n")
@@ -183,8 +177,7 @@ def test_a_python_file_that_trains_is_the_script(folder: Path, source: str) -> N
     assert read(folder, "python", "own.py") == LaunchCommand(script="own.py", without_launcher=True)
 
 
-def test_a_script_that_trains_without_a_launcher_is_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in_for_torch(folder, monkeypatch)
+def test_a_script_that_trains_without_a_launcher_is_seen(folder: Path) -> None:
     (folder / "train.py").write_text(
         "import torch.distributed\ntorch.distributed.init_process_group('gloo')\nprint('has begun')\n"
     )
@@ -207,8 +200,7 @@ def test_a_sitecustomize_that_runs_the_one_it_hides_is_run_once(
         "found = importlib.machinery.PathFinder.find_spec('sitecustomize', others)\n"
         "if found is not None: found.loader.exec_module(importlib.util.module_from_spec(found))\n"
     )
-    monkeypatch.setenv("PYTHONPATH", str(site))
-    stand_in_for_torch(folder, monkeypatch)
+    monkeypatch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
     (folder / "train.sh").write_text("python -c 'print(1)'\n" + TORCHRUN + "\n")
     assert read(folder, "bash", "train.sh") == LAUNCH
     shown = capfd.readouterr().err
@@ -233,8 +225,7 @@ def test_a_command_that_would_write_to_the_users_files_says_so_before_it_runs(
     assert notices[0].endswith("No overlay can be mounted (not permitted): it writes to your files.")
 
 
-def test_the_error_of_a_launcher_in_a_shell_script_is_shown(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in_for_torch(folder, monkeypatch)
+def test_the_error_of_a_launcher_in_a_shell_script_is_shown(folder: Path) -> None:
     (folder / "train.sh").write_text("torchrun --nprocs 2 train.py\n")
     with pytest.raises(UsageError, match=r"refused its options: torchrun: .*--nprocs"):
         read(folder, "bash", "train.sh")
@@ -302,10 +293,7 @@ def test_ranks_that_other_programs_start_are_counted_and_have_no_variables_of_on
     assert _set_by_command(rank, folder=folder) == {"MODEL": "tiny"}
 
 
-def test_ranks_that_another_program_starts_on_two_nodes_are_the_launch(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stand_in_for_torch(folder, monkeypatch)
+def test_ranks_that_another_program_starts_on_two_nodes_are_the_launch(folder: Path) -> None:
     (folder / "ddp.py").write_text("import torch.distributed as dist\ndist.init_process_group()\n")
     ompi = "OMPI_COMM_WORLD_SIZE=8 OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=4"
     (folder / "run").write_text(f'#!/bin/sh\nexport MODEL=tiny {ompi}\nshift 2\nexec "$@"\n')
@@ -321,10 +309,7 @@ def test_ranks_that_another_program_starts_on_two_nodes_are_the_launch(
     )
 
 
-def test_ranks_of_a_program_whose_variables_are_unknown_are_counted_as_they_start(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stand_in_for_torch(folder, monkeypatch)
+def test_ranks_of_a_program_whose_variables_are_unknown_are_counted_as_they_start(folder: Path) -> None:
     (folder / "ddp.py").write_text("import torch.distributed as dist\ndist.init_process_group()\n")
     (folder / "run").write_text('#!/bin/sh\nfor i in 0 1; do ODD_RANK=$i MODEL=tiny "$@" & done; wait\n')
     (folder / "run").chmod(0o755)
@@ -332,8 +317,7 @@ def test_ranks_of_a_program_whose_variables_are_unknown_are_counted_as_they_star
     assert result == LaunchCommand(script="ddp.py", ranks=2, environment={"MODEL": "tiny"}, is_wrapped=True)
 
 
-def test_ranks_that_a_script_spawns_are_not_counted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in_for_torch(folder, monkeypatch)
+def test_ranks_that_a_script_spawns_are_not_counted(folder: Path) -> None:
     (folder / "spawns.py").write_text(
         "import multiprocessing\n\n\ndef train():\n    from torch import distributed\n"
         "    distributed.init_process_group()\n\n\nif __name__ == '__main__':\n"
@@ -346,7 +330,6 @@ def test_ranks_that_a_script_spawns_are_not_counted(folder: Path, monkeypatch: p
 
 
 def test_a_step_around_the_search_is_no_launch_of_the_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in_for_torch(folder, monkeypatch)
     for name, value in {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_STEP_ID": "1", "SLURM_JOB_ID": "5"}.items():
         monkeypatch.setenv(name, value)
     (folder / "ddp.py").write_text("import torch.distributed as dist\ndist.init_process_group()\n")

@@ -9,14 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.commands import Command
+from tests.harness.commands import PLAIN_CONFIG, Command
 
 SCRIPTS = Path(__file__).parents[1] / "scripts" / "first_try"
-CONFIG = {
-    "train_micro_batch_size_per_gpu": 1,
-    "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
-    "zero_optimization": {"stage": 1},
-}
 OPTIONS = (
     *("--cpu-ranks", "1", "--zero-stages", "1", "--no-tune", "offload_optimizer", "--confirm", "0", "--json"),
     *("--metric", "throughput", "--start-profile-step", "2", "--end-profile-step", "3", "--max-trials", "1"),
@@ -30,7 +25,7 @@ def test_a_nested_field_of_a_settings_file(tmp_path: Path) -> None:
     settings = tmp_path / "run.yaml"
     settings.write_text("epochs: 2\ndata: {loader: {batch_size: 3, workers: 0}}\n")
     fixed = ("--fix", "train_micro_batch_size_per_gpu=6", "--no-enqueue-user-config")
-    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "ds.json").write_text(json.dumps(PLAIN_CONFIG))
     tuned = Command(tmp_path, "random", *OPTIONS, *fixed, str(SCRIPTS / "settings.py"), "--", str(settings))
     output, errors = tuned.finish()
     result = json.loads(output)

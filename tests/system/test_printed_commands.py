@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.commands import ROOT, Command
+from tests.harness.commands import PLAIN_CONFIG, ROOT, Command
 
 SCRIPTS = ROOT / "tests" / "scripts" / "printed"
 pytestmark = pytest.mark.torchrun
@@ -141,11 +141,6 @@ SEARCHES = (
     Search(name="a function that Python Fire calls", folder=FIRST_TRY, ranks=1,
            words="torchrun --nproc_per_node 1 fired.py train"),
 )  # fmt: skip
-PLAIN = {
-    "train_micro_batch_size_per_gpu": 1,
-    "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
-    "zero_optimization": {"stage": 1},
-}
 AUTO = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
 SCHEDULE = {"warmup_min_lr": 0, "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": 48}
 OPEN = {
@@ -154,7 +149,7 @@ OPEN = {
     "zero_optimization": {"stage": 2},
 }
 FILES: dict[str, dict[str, Any]] = {
-    "plain.json": PLAIN,
+    "plain.json": PLAIN_CONFIG,
     "bare.json": {"train_micro_batch_size_per_gpu": 1},
     "twice.json": OPEN,
     "trainer.json": {**OPEN, "scheduler": {"type": "WarmupDecayLR", "params": SCHEDULE}},
@@ -194,7 +189,7 @@ FILES: dict[str, dict[str, Any]] = {
         "report_to": "none",
     },
     "strings.json": {
-        **PLAIN,
+        **PLAIN_CONFIG,
         "gradient_accumulation_steps": 2,
         "bf16": {"enabled": "false"},
         "fp16": {"enabled": "false"},

@@ -11,17 +11,12 @@ import pytest
 
 from optuna_dsat.launch.protocol import LaunchRequest
 from optuna_dsat.tuning import resume
-from tests.harness.commands import ROOT
+from tests.harness.commands import PLAIN_CONFIG, ROOT
 from tests.harness.entry_points import Run, run_here, searching_in
 
 __all__ = ["run_here"]
 
 SCRIPTS = ROOT / "tests" / "scripts"
-CONFIG = {
-    "train_micro_batch_size_per_gpu": 1,
-    "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
-    "zero_optimization": {"stage": 1},
-}
 OPTIONS = (
     *("--study", "s", "--max-trials", "2", "--zero-stages", "1", "--zero-stages", "2", "--confirm", "0", "--quiet"),
     *("--metric", "throughput", "--start-profile-step", "2", "--end-profile-step", "3"),
@@ -32,7 +27,7 @@ OPTIONS = (
 def folder(tmp_path: Path) -> Path:
     made = tmp_path / "made"
     shutil.copytree(SCRIPTS / "printed", made, ignore=shutil.ignore_patterns("__pycache__"))
-    (made / "ds.json").write_text(json.dumps(CONFIG))
+    (made / "ds.json").write_text(json.dumps(PLAIN_CONFIG))
     return made
 
 
@@ -46,7 +41,7 @@ def test_a_study_trains_with_its_result_with_another_trial_and_in_another_folder
 ) -> None:
     launch = ("torchrun", "--nproc_per_node", "1", "plain.py", f"--deepspeed_config={folder}/ds.json")
     with searching_in(folder, monkeypatch):
-        (folder / "ds.json").write_text(json.dumps(CONFIG))
+        (folder / "ds.json").write_text(json.dumps(PLAIN_CONFIG))
         assert run_here("random", *OPTIONS, *launch).returncode == 0
     rows = json.loads(run_here("trials", "s", "--json").stdout)
     (best,) = (row for row in rows if row["handed_over"])
