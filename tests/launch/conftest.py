@@ -1,4 +1,4 @@
-"""A launcher of forked launches, shared by files whose tests are not about its start, and a machine with GPUs."""
+"""Launchers of plain and, shared by tests that are not about its start, forked launches; a machine with GPUs."""
 
 from __future__ import annotations
 
@@ -29,6 +29,14 @@ def launch_tmp() -> Iterator[Path]:
     """Return the launches' folder for temporary files, with a name that is short enough for sockets."""
     with tempfile.TemporaryDirectory() as made:
         yield Path(made)
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[TorchrunLauncher]:
+    """Return a launcher whose launches are plain torchrun."""
+    made = local_launcher(tmp_path / "out", devices=cpu_devices(2), base_env=BASE_ENV)
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,8 @@ import pytest
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.space_builder import SpaceRequest, build_space
 from optuna_dsat.launch.agent.command import device_environment, write_run_directory
-from optuna_dsat.launch.launcher import TorchrunLauncher, local_launcher
+from optuna_dsat.launch.launcher import TorchrunLauncher
 from optuna_dsat.launch.machine import nvme
-from optuna_dsat.launch.machine.devices import cpu_devices
 from optuna_dsat.launch.machine.journal import TunerNotes, remove_leftovers, remove_noted
 from optuna_dsat.launch.machine.operators import compile_operators
 from optuna_dsat.launch.protocol import LaunchRequest
@@ -61,13 +60,6 @@ def drive(tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / "mine").write_text("not the tuner's", encoding="utf-8")
     return folder
-
-
-@pytest.fixture
-def launcher(tmp_path: Path) -> Iterator[TorchrunLauncher]:
-    made = local_launcher(tmp_path / "out", devices=cpu_devices(2), base_env=BASE_ENV)
-    yield made
-    made.close()
 
 
 def on_nvme(drive: Path, *, config: Mapping[str, Any] = CONFIG, **devices: str) -> dict[str, Any]:

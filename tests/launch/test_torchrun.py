@@ -6,13 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from optuna_dsat.launch.launcher import TorchrunLauncher, local_launcher
-from optuna_dsat.launch.machine.devices import cpu_devices
+from optuna_dsat.launch.launcher import TorchrunLauncher
 from optuna_dsat.launch.machine.processes import find_marked, kill_leftovers
 from optuna_dsat.launch.protocol import Finished, Settled, SlotsBusyError
 from optuna_dsat.outcome import Outcome
@@ -36,13 +35,6 @@ def cwd(tmp_path: Path) -> Path:
     user_config = {**DS_CONFIG, "train_micro_batch_size_per_gpu": 2}
     (tmp_path / "user_config.json").write_text(json.dumps(user_config), encoding="utf-8")
     return tmp_path
-
-
-@pytest.fixture
-def launcher(tmp_path: Path) -> Iterator[TorchrunLauncher]:
-    made = local_launcher(tmp_path / "out", devices=cpu_devices(2), base_env=BASE_ENV)
-    yield made
-    made.close()
 
 
 def assert_gone(pids: Sequence[int]) -> None:
