@@ -32,6 +32,14 @@ def launch_tmp() -> Iterator[Path]:
 
 
 @pytest.fixture
+def cwd(tmp_path: Path) -> Path:
+    """Return a folder with the user's config, whose micro-batch no trial has."""
+    user_config = {**DS_CONFIG, "train_micro_batch_size_per_gpu": 2}
+    (tmp_path / "user_config.json").write_text(json.dumps(user_config), encoding="utf-8")
+    return tmp_path
+
+
+@pytest.fixture
 def launcher(tmp_path: Path) -> Iterator[TorchrunLauncher]:
     """Return a launcher whose launches are plain torchrun."""
     made = local_launcher(tmp_path / "out", devices=cpu_devices(2), base_env=BASE_ENV)

@@ -51,12 +51,6 @@ while True:
 """
 
 
-@pytest.fixture
-def cwd(tmp_path: Path) -> Path:
-    (tmp_path / "user_config.json").write_text(json.dumps(DS_CONFIG), encoding="utf-8")
-    return tmp_path
-
-
 @pytest.fixture(scope="module")
 def forking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchrunLauncher]:
     folder = tmp_path_factory.mktemp("forked")
@@ -66,13 +60,6 @@ def forking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchrunLaunch
     made.prepare(LIGHT)
     made.start(request(folder, launch_id="first", script=STUB, slots=1))
     updates_until_finished(made)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def plain(tmp_path: Path) -> Iterator[TorchrunLauncher]:
-    made = local_launcher(tmp_path / "out", devices=cpu_devices(1), base_env=BASE_ENV)
     yield made
     made.close()
 
@@ -90,8 +77,8 @@ def test_a_daemon_ends_with_its_forked_launch(forking: TorchrunLauncher, cwd: Pa
 
 
 @pytest.mark.torchrun
-def test_a_daemon_ends_with_its_plain_launch(plain: TorchrunLauncher, cwd: Path) -> None:
-    check_daemon(plain, cwd, end="itself")
+def test_a_daemon_ends_with_its_plain_launch(launcher: TorchrunLauncher, cwd: Path) -> None:
+    check_daemon(launcher, cwd, end="itself")
 
 
 def check_daemon(launcher: TorchrunLauncher, cwd: Path, *, end: str) -> None:

@@ -30,13 +30,6 @@ BASE_ENV = {
 pytestmark = pytest.mark.torchrun
 
 
-@pytest.fixture
-def cwd(tmp_path: Path) -> Path:
-    user_config = {**DS_CONFIG, "train_micro_batch_size_per_gpu": 2}
-    (tmp_path / "user_config.json").write_text(json.dumps(user_config), encoding="utf-8")
-    return tmp_path
-
-
 def assert_gone(pids: Sequence[int]) -> None:
     alive = [pid for pid in pids if ProcessKey.of(pid) is not None]
     assert alive == []
