@@ -40,7 +40,8 @@ Run = Callable[..., tuple[LaunchReport, list[StepMeasured]]]
 
 
 @pytest.fixture
-def launcher(warm_launcher: TorchrunLauncher, notices: list[str]) -> Iterator[TorchrunLauncher]:
+def launcher(warm_launcher: TorchrunLauncher, notices: list[str], tmp_path: Path) -> Iterator[TorchrunLauncher]:
+    (tmp_path / "user_config.json").write_text(json.dumps(DS_CONFIG))
     notices.clear()
     warm_launcher._continues, warm_launcher._not_followed = True, set()
     yield warm_launcher
@@ -56,8 +57,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> AheadClock:
 
 @pytest.fixture
 def run(launcher: TorchrunLauncher, tmp_path: Path) -> Run:
-    (tmp_path / "user_config.json").write_text(json.dumps(DS_CONFIG))
-
     def measure(name: str, *args: str, size: int = 4, **changes: Any) -> tuple[LaunchReport, list[StepMeasured]]:
         asked = trial(tmp_path, name, *args, size=size, **changes)
         launcher.start(asked)
@@ -104,7 +103,6 @@ def test_sizes_are_measured_in_one_launch(run: Run, launcher: TorchrunLauncher, 
 
 def test_stages_of_a_pipeline_send_their_shapes_anew(launcher: TorchrunLauncher, tmp_path: Path) -> None:
     """Its loader has workers: some steps still have the earlier size."""
-    (tmp_path / "user_config.json").write_text(json.dumps(DS_CONFIG))
     reported: list[LaunchReport] = []
     for size, steps in ((1, 1), (8, 2), (2, 4)):
         asked = trial(tmp_path, f"size-{size}", size=size, config={"gradient_accumulation_steps": steps})
@@ -265,7 +263,6 @@ def test_a_rank_that_is_stopped_between_two_trials_is_found(run: Run, launcher: 
 def test_a_profile_and_a_pruned_trial_leave_their_ranks_to_the_next_and_what_is_ordered_can_be_stopped(
     launcher: TorchrunLauncher, tmp_path: Path
 ) -> None:
-    (tmp_path / "user_config.json").write_text(json.dumps(DS_CONFIG))
     slow = ("--step-s", "0.1")  # the second is stopped before its last step
     profile = replace(trial(tmp_path, "profile", *slow, size=1), purpose="profile")
     launcher.start(profile)
@@ -293,7 +290,6 @@ def test_a_profile_that_changed_the_users_files_goes_on_with_nothing(
     launcher: TorchrunLauncher, tmp_path: Path
 ) -> None:
     """Without overlays a subprocess writes past the redirection, which the profile launch shows."""
-    (tmp_path / "user_config.json").write_text(json.dumps(DS_CONFIG))
     options = ("--touch", str(tmp_path / "made.txt"))
     launcher.start(replace(trial(tmp_path, "profile", *options, isolation="python"), purpose="profile"))
     updates_until_finished(launcher)
