@@ -35,6 +35,10 @@ DEFICIT = math.log1p(0.05)
 """Predicted deficit in log objective above which a configuration comes last."""
 _LITTLE = 0.1
 """Share of the expected gain of configurations that come last, below which others do not precede them."""
+_BELOW, _LEAST_SIZE = (0.4, 0.8), 8
+"""Shares of the best micro-batch between which its structure is measured, and the least such best micro-batch."""
+_MUCH_SLOWER = math.log1p(0.2)
+"""Predicted deficit in log objective of a smaller micro-batch from which on it is not measured for that."""
 _WORTH = 0.005
 """Expected improvement of another configuration above which unlikely ones wait."""
 
@@ -120,6 +124,36 @@ def start_of_climb(rows: Numbers, sizes: Numbers, acquisition: Acquisition, chos
     return int(np.argmax(np.where(safe, sizes, 0))) if safe.any() else chosen
 
 
+def below_the_best(
+    table: CandidateTable, posterior: Posterior, rows: Numbers, sizes: Numbers, acquisition: Acquisition
+) -> int | None:
+    """Return the index of a smaller micro-batch of the best configuration that is worth a launch; None without one.
+
+    A search climbs in large steps to the edge of memory, and the peak of the speed may be below it. The best size is
+    known to be the peak once a smaller one of its structure was measured, or is predicted to be much slower.
+
+    Args:
+        table: The candidates.
+        posterior: The posterior.
+        rows: Rows of n configurations.
+        sizes: Their micro-batches.
+        acquisition: Their acquisition function.
+    """
+    measured, means = posterior.measured, posterior.residuals.posterior_means
+    rivals = posterior.rivals[posterior.rivals < len(measured.row)]
+    if not len(rivals):
+        return None
+    best = int(rivals[np.argmax(means[rivals])])
+    size, structure = measured.micro_batch[best], table.structure[measured.row]
+    known = (structure == structure[best]) & (measured.micro_batch >= _BELOW[0] * size)
+    if size < _LEAST_SIZE or (known & (measured.micro_batch <= _BELOW[1] * size)).any():
+        return None
+    near = (sizes >= _BELOW[0] * size) & (sizes <= _BELOW[1] * size)
+    near &= acquisition.log_objective > acquisition.over - _MUCH_SLOWER
+    below = np.flatnonzero((rows == measured.row[best]) & near)
+    return int(below[np.argmin(np.abs(sizes[below] - np.mean(_BELOW) * size))]) if len(below) else None
+
+
 def _structures(
     table: CandidateTable, posterior: Posterior, rows: Numbers, sizes: Numbers, acquisition: Acquisition
 ) -> tuple[Numbers, Numbers, Numbers]:
@@ -172,17 +206,20 @@ def reason_of(
     log_objective: float,
     fits: float,
     climbs: bool = False,
+    checks: bool = False,
 ) -> str:
     """Return why a configuration is launched, such as ``larger micro-batch, predicted 4% faster than the best``.
 
     ``log_objective`` is its posterior mean, ``fits`` its probability to run; it ``climbs`` if meant for a larger
-    micro-batch.
+    micro-batch, and ``checks`` as of ``below_the_best``.
     """
     if posterior.incumbent is None:
         return f"most likely to run: {fits:.0%}"
     edge = ""
     if climbs:
         edge = "; climbs from here to the edge of memory"
+    elif checks:
+        edge = "; checks for a peak below it"
     elif fits < _EDGE:
         in_memory = posterior.predict(np.array([row]), np.array([size]))[0].fits
         near = f"near the edge of memory, fits with {in_memory:.0%}"

@@ -69,7 +69,7 @@ from optuna_dsat.cost.numbers import Numbers, descending
 from optuna_dsat.cost.step_time import ERROR, LogCoefficients
 from optuna_dsat.guided.acquisition import Acquisition, Prediction, Prospects
 from optuna_dsat.guided.candidates import Observations
-from optuna_dsat.guided.order import DEFICIT, first_launched, reason_of, start_of_climb
+from optuna_dsat.guided.order import DEFICIT, below_the_best, first_launched, reason_of, start_of_climb
 from optuna_dsat.guided.posterior import DOUBTED_FORMULA, Posterior
 from optuna_dsat.guided.problem import Problem
 from optuna_dsat.guided.run_probability import memory_posterior
@@ -292,10 +292,17 @@ class GuidedPlanner:
         rows, sizes, acquisition = self._evaluated(posterior, open_rows)
         if not len(rows):
             return None
-        rows, sizes, acquisition = self._worth_launching(posterior, rows, sizes, acquisition)
-        if not len(rows) or not acquisition.value.max() > 0:
-            return None
-        chosen = first_launched(self.problem.table, posterior, rows, sizes, acquisition)
+        every = rows, sizes, acquisition
+        rows, sizes, acquisition = self._worth_launching(posterior, *every)
+        checks = not len(rows) or not acquisition.value.max() > 0
+        if checks:
+            rows, sizes, acquisition = every
+            below = below_the_best(self.problem.table, posterior, *every)
+            if below is None:
+                return None
+            chosen = below
+        else:
+            chosen = first_launched(self.problem.table, posterior, rows, sizes, acquisition)
         best = start_of_climb(rows, sizes, acquisition, chosen) if observations.climbs else chosen
         row = int(rows[best])
         return Candidate(
@@ -312,6 +319,7 @@ class GuidedPlanner:
                 log_objective=float(acquisition.log_objective[best]),
                 fits=float(acquisition.fits[best]),
                 climbs=best != chosen,
+                checks=checks,
             ),
         )
 
