@@ -18,6 +18,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from optuna_dsat.guided import planner as planner_module
 from optuna_dsat.guided.acquisition import Prospects
 from optuna_dsat.guided.candidates import CandidateTable
+from optuna_dsat.guided.order import below_the_best
 from optuna_dsat.guided.planner import GuidedPlanner
 from optuna_dsat.guided.posterior import Posterior
 from optuna_dsat.guided.sizes import LEAST_GAIN
@@ -350,6 +351,29 @@ def test_a_structure_never_measured_is_expected_to_be_as_fast_as_a_measured_one_
     assert raised == pytest.approx([math.log(measured) - 1, math.log(measured), -9, -9])
     fast = math.log(measured) + np.array([-1.0, 0.1, -9.0, -9.0])
     assert posterior._at_least_as_fast(rows, sizes, fast) == pytest.approx(fast), "it is expected to be faster anyway"
+
+
+def test_before_a_search_ends_a_smaller_micro_batch_is_measured_if_none_near_the_best_was(kit: SimpleNamespace) -> None:
+    problem = small_planner().problem
+    params, study = small_space().completed({"zero_stage": 2}), guided(kit)
+    row = problem.table.row_index(params)
+    sizes = np.array([4, 9, 12, 16, 19, 22])
+
+    def below(*measured: int, slower: float = 0.1) -> int | None:
+        for size in measured:
+            study.enqueue_trial({**params, MICRO_BATCH: size})
+            Machine().run(study, 1)
+        posterior = Posterior(problem, problem.table.observations_of_trials(study.trials), samples_limit=None)
+        acquisition = posterior.acquisition(np.full(len(sizes), row), sizes)
+        predicted = replace(acquisition, log_objective=np.full(len(sizes), acquisition.over - slower))
+        found = below_the_best(problem.table, posterior, np.full(len(sizes), row), sizes, predicted)
+        return None if found is None else int(sizes[found])
+
+    assert below(1, 5) is None, "5 is small"
+    assert below(20) == 12
+    assert below(slower=0.2) is None, "it is predicted to be much slower"
+    assert below(17) == 12, "17 is near 20"
+    assert below(9) is None
 
 
 def test_nothing_is_launched_beside_what_flies_where_nothing_else_promises_a_gain(kit: SimpleNamespace) -> None:
