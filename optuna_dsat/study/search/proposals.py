@@ -118,8 +118,8 @@ class Proposals:
         """Enqueue the best configuration with the user's or default settings, once; return whether it was.
 
         Only its ZeRO stage, offloads and micro-batch stay: methods draw the other settings for every trial, so that the
-        best trial may have some that have no effect. If it is the user's config or this has been launched, there is
-        nothing to enqueue.
+        best trial may have some that have no effect. There is nothing to enqueue if it is the user's config or this has
+        been launched, nor if the last trial was enqueued so: a call after the end of a study launches nothing.
         """
 
         def work() -> bool:
@@ -128,15 +128,17 @@ class Proposals:
             if not ranked or attributes.PURPOSE in ranked[0].user_attrs:
                 return False
             best = ranked[0]
+            launched = [trial for trial in trials if attributes.LAUNCH_ID in trial.user_attrs]
             if any(trial.user_attrs.get(attributes.SIMPLIFIES) == best.number for trial in trials):
+                return False
+            if any(attributes.SIMPLIFIES in trial.user_attrs for trial in launched[-1:]):
                 return False
             kept = (*STRUCTURE, NVME, CHECKPOINT_EVERY, COMPILE, DEEPCOMPILE, BF16)
             params = self._space.completed({name: best.params.get(name) for name in kept})
             for name in (MICRO_BATCH, ds_config.GRADIENT_ACCUMULATION):
                 if name in best.params:
                     params[name] = best.params[name]
-            launched = [trial.params for trial in trials if attributes.LAUNCH_ID in trial.user_attrs]
-            if params in launched:
+            if any(trial.params == params for trial in launched):
                 return False
             self._study.enqueue_trial(params, user_attrs={attributes.SIMPLIFIES: best.number})
             return True
