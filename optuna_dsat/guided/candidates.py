@@ -448,6 +448,14 @@ def candidate_table(
     return table
 
 
+def are_simpler(parts: Numbers, others: Numbers) -> Numbers:
+    """Return whether no part of a structure, such as stage and offloads, exceeds that of another, and one is less.
+
+    Shapes (n, parts), or (parts,) of a single structure.
+    """
+    return np.asarray((parts <= others).all(axis=1) & (parts < others).any(axis=1))
+
+
 def rank_within(groups: Numbers) -> Numbers:
     """Return for each element the number of earlier elements of the same group."""
     order = np.argsort(groups, kind="stable")

@@ -145,12 +145,15 @@ def below_the_best(
         return None
     best = int(rivals[np.argmax(means[rivals])])
     size, structure = measured.micro_batch[best], table.structure[measured.row]
-    known = (structure == structure[best]) & (measured.micro_batch >= _BELOW[0] * size)
-    if size < _LEAST_SIZE or (known & (measured.micro_batch <= _BELOW[1] * size)).any():
+
+    def are_below(micro_batches: Numbers) -> Numbers:
+        result: Numbers = (micro_batches >= _BELOW[0] * size) & (micro_batches <= _BELOW[1] * size)
+        return result
+
+    if size < _LEAST_SIZE or are_below(measured.micro_batch[structure == structure[best]]).any():
         return None
-    near = (sizes >= _BELOW[0] * size) & (sizes <= _BELOW[1] * size)
-    near &= acquisition.log_objective > acquisition.over - _MUCH_SLOWER
-    below = np.flatnonzero((rows == measured.row[best]) & near)
+    fast = acquisition.log_objective > acquisition.over - _MUCH_SLOWER
+    below = np.flatnonzero((rows == measured.row[best]) & are_below(sizes) & fast)
     return int(below[np.argmin(np.abs(sizes[below] - np.mean(_BELOW) * size))]) if len(below) else None
 
 

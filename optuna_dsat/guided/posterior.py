@@ -21,7 +21,7 @@ from optuna_dsat.guided.acquisition import (
     heavy_tailed_improvement,
     learnt_spread,
 )
-from optuna_dsat.guided.candidates import Observations, rank_within
+from optuna_dsat.guided.candidates import Observations, are_simpler, rank_within
 from optuna_dsat.guided.problem import Problem
 from optuna_dsat.guided.residual_gp import CPU_NOISE_SD, NOISE_SD, Points, ResidualGP
 from optuna_dsat.guided.run_probability import RunProbability, memory_posterior, most_informative
@@ -145,13 +145,15 @@ class Posterior:
     def _at_least_as_fast(self, rows: Numbers, sizes: Numbers, means: Numbers) -> Numbers:
         """Return mean log objectives, raised for structures that are simpler than a measured one (``raised_means``)."""
         table, count = self._table, len(self.measured.row)
-        costs = np.column_stack([table.columns.stage, table.columns.offload, table.columns.offload_param])
+        parts = np.column_stack([table.columns.stage, table.columns.offload, table.columns.offload_param])
         unknown = ~np.isin(table.structure[rows], self.known_structures)
         least = np.full(len(rows), -np.inf)
         order = descending(self.residuals.posterior_means[:count])
         first = np.unique(table.structure[self.measured.row[order]], return_index=True)[1]
         for best in self.measured.row[order[first]]:
-            simpler = unknown & (costs[rows] <= costs[best]).all(axis=1) & (costs[rows] < costs[best]).any(axis=1)
+            simpler = unknown & are_simpler(parts[rows], parts[best])
+            if not simpler.any():
+                continue
             distinct, index = np.unique(sizes[simpler], return_inverse=True)
             row, size = np.full(len(distinct), best), distinct.astype(np.float64)
             mean = self.residuals.predict(self._points(row, size, self._fill(row, size)))[0]

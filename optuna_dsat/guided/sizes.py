@@ -10,7 +10,7 @@ import math
 import numpy as np
 
 from optuna_dsat.cost.numbers import Numbers
-from optuna_dsat.guided.candidates import CandidateTable, Observations
+from optuna_dsat.guided.candidates import CandidateTable, Observations, are_simpler
 from optuna_dsat.guided.problem import REACH, Problem
 
 LEAST_GAIN = 0.02
@@ -47,7 +47,7 @@ def lacks_room(table: CandidateTable, measured: Numbers, edges: Numbers, rows: N
     for group in np.unique(table.structure[measured]):
         members = table.structure == group
         kinds = table.kinds[np.argmax(members)]
-        simpler = (kinds <= table.kinds[rows]).all(axis=1) & (kinds < table.kinds[rows]).any(axis=1)
+        simpler = are_simpler(kinds, table.kinds[rows])
         largest[simpler] = np.maximum(largest[simpler], edges[members].max())
     result: Numbers = np.minimum(sizes, edges[rows]) <= _ROOM * largest
     return result

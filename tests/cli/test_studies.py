@@ -117,9 +117,9 @@ def test_a_search_that_its_budget_ends_reports_what_may_be_left(
     show_result(result, as_json=True)
     assert json.loads(capsys.readouterr().out)["headroom"] == result.headroom
     show_result(replace(result, continued=1), as_json=False)
-    told = " ".join(capsys.readouterr().out.split())
-    assert words in told
-    assert "Trials: 3 measured, in 2 launches besides profile and rounds;" in told
+    printed = " ".join(capsys.readouterr().out.split())
+    assert words in printed
+    assert "Trials: 3 measured, in 2 launches besides profile and rounds;" in printed
     url = f"sqlite:///{tmp_path / 'study.db'}"
     show("s", url)
     shown = " ".join(capsys.readouterr().out.split())

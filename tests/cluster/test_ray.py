@@ -271,7 +271,7 @@ def test_a_study_runs_on_two_nodes_from_a_head_without_a_core(cluster: RayCluste
     assert json.loads((trial / "report.json").read_text())["root"] == "profile", "the profile launch is continued"
     (printed,) = (line for line in shown.splitlines() if "optuna_dsat.launch.places.ray_train" in line)
     assert f"--nodes 2 --ranks 1 -- {tmp_path / 'train.py'}" in printed
-    (tmp_path / "train.py").write_text(WHO)  # what the search has trained need not train again
+    (tmp_path / "train.py").write_text(WHO)  # the search has trained the real script
     environ = {**os.environ, **LOOPBACK, "PYTHONPATH": str(ROOT)}
     trained = subprocess.run(printed, shell=True, cwd=tmp_path, env=environ, check=False)
     assert trained.returncode == 0

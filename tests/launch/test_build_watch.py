@@ -24,7 +24,7 @@ class Clock:
 
 
 @pytest.mark.parametrize("was_built", [False, True])
-def test_a_build_of_a_launch_is_told_as_long_as_it_lasts(tmp_path: Path, was_built: bool) -> None:
+def test_a_build_of_a_launch_is_reported_as_long_as_it_lasts(tmp_path: Path, was_built: bool) -> None:
     words: list[str] = []
     watch = BuildWatch({"TORCH_EXTENSIONS_DIR": str(tmp_path)}, on_phase=words.append, clock=Clock())
     watch.check()

@@ -307,7 +307,7 @@ c++ -MMD -MF cpu_adam.o.d -I/include
 ninja: build stopped: subcommand failed."""
 
 
-def test_an_error_without_a_message_is_told_by_its_line(tmp_path: Path) -> None:
+def test_an_error_without_a_message_is_described_by_its_line(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("before, config = {'zero': 1}, {'zero': 2}\nif True:\n    assert before == config\n")
     with pytest.raises(AssertionError) as compared:

@@ -366,8 +366,8 @@ def test_before_a_search_ends_a_smaller_micro_batch_is_measured_if_none_near_the
         posterior = Posterior(problem, problem.table.observations_of_trials(study.trials), samples_limit=None)
         acquisition = posterior.acquisition(np.full(len(sizes), row), sizes)
         predicted = replace(acquisition, log_objective=np.full(len(sizes), acquisition.over - slower))
-        found = below_the_best(problem.table, posterior, np.full(len(sizes), row), sizes, predicted)
-        return None if found is None else int(sizes[found])
+        index = below_the_best(problem.table, posterior, np.full(len(sizes), row), sizes, predicted)
+        return None if index is None else int(sizes[index])
 
     assert below(1, 5) is None, "5 is small"
     assert below(20) == 12

@@ -168,7 +168,7 @@ def test_without_the_users_config_the_best_of_the_rounds_is_the_result() -> None
 
 
 @pytest.mark.parametrize("rounds", [0, 1, 3])
-def test_a_config_is_not_told_as_slower_than_a_user_config_that_failed_in_the_rounds(rounds: int) -> None:
+def test_a_config_is_not_called_slower_than_a_user_config_that_failed_in_the_rounds(rounds: int) -> None:
     trials = (trial(OWN, 10.0), trial(1, 6.35), trial(2, 15.0, micro_batch=8))
     known = rounds_of({1: [6.35] * rounds, 2: [15.0] * rounds}) if rounds else Rounds(chosen=(2, OWN), measured=2)
     failed = known.with_launch(launch(OWN, 1, None))
