@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -70,11 +69,10 @@ class Registry:
         direction: str = "maximize",
         versions: Mapping[str, str] | None = None,
     ) -> StudyRecord:
-        """Create a study, or return the existing study if its spec (JSON values only) is equal.
+        """Create a study from a spec (JSON values only); return the study of this name if there is one, as it is.
 
         Raises:
-            StudyConflictError: If a study of this name exists with another spec, or was not created by
-                optuna-dsat.
+            StudyConflictError: If the study of this name was not created by optuna-dsat.
         """
         wanted = json.loads(json.dumps(spec, allow_nan=False))
         better = StudyDirection[direction.upper()]
@@ -87,12 +85,6 @@ class Registry:
     ) -> StudyRecord:
         existing = self.find_study(name)
         if existing is not None:
-            if existing.spec != wanted:
-                raise StudyConflictError(
-                    f"The study '{name}' exists with another spec "
-                    f"({_difference(existing.spec, wanted)}): resume it with "
-                    f"`optuna-dsat resume {shlex.quote(name)}`, or choose another name with --study."
-                )
             return existing
         study_id = self._optuna_study(name, direction)
         record = StudyRecord(
@@ -218,12 +210,6 @@ def _delete_rows(session: Session, uuids: Sequence[str]) -> None:
         for model in _STUDY_TABLES:
             session.execute(delete(model).where(model.study_uuid == study_uuid))
         session.execute(delete(StudyRow).where(StudyRow.uuid == study_uuid))
-
-
-def _difference(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    keys = sorted(key for key in {*stored, *wanted} if stored.get(key) != wanted.get(key))
-    shown = ", ".join(keys[:4])
-    return f"it differs in {shown}" if len(keys) <= 4 else f"it differs in {shown} and {len(keys) - 4} more"
 
 
 _MEASURED = [field_.name for field_ in fields(StepMeasured) if field_.name in StepRow.__table__.columns]

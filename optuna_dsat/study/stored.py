@@ -297,11 +297,7 @@ def open_study(
         script = spec.script
         folder = Path(script.cwd) if script.is_module else Path(script.script).parent
         versions = environment_of(folder, spec.python, on=spec.on, devices=devices)
-        try:
-            return store.create_study(spec.name, spec.stored(), direction=spec.direction, versions=versions), spec
-        except StudyConflictError:  # another process has created it meanwhile
-            if (result := store.find_study(spec.name)) is None:
-                raise
+        result = store.create_study(spec.name, spec.stored(), direction=spec.direction, versions=versions)
     read_stored(store, spec.name)  # both refuse what later steps could not read
     read_launches(store, result)
     if relocated:
