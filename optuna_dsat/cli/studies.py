@@ -298,7 +298,7 @@ def _upgrade(storage: Storage = DEFAULT_STORAGE) -> None:
             "A search makes them; name the right database with --storage."
         )
     with closing(Database(storage, create=False)) as opened:
-        migrate.upgrade(opened)
+        opened.exclusively("upgrade the tables", lambda: migrate.upgrade(opened))
         print(migrate.current(opened))
 
 

@@ -120,21 +120,13 @@ def require_usable(database: Database) -> SchemaState:
     return state
 
 
-def upgrade(database: Database) -> str | None:
-    """Create our tables or upgrade them to this version's schema, holding the database's lock.
-
-    Returns:
-        The schema revision after the upgrade.
+def upgrade(database: Database) -> None:
+    """Create our tables or upgrade them to this version's schema; the caller holds the database's lock.
 
     Raises:
         StorageUrlError: If the schema is newer than this version's.
         StorageError: If the database failed.
     """
-    return database.exclusively("upgrade the tables", lambda: upgrade_locked(database))
-
-
-def upgrade_locked(database: Database) -> str | None:
-    """Do the same as ``upgrade``; the caller holds the database's lock."""
     if check(database) is SchemaState.NEWER:
         require_usable(database)
 
@@ -145,7 +137,6 @@ def upgrade_locked(database: Database) -> str | None:
             alembic_upgrade(_config(connection), "head")
 
     retrying(work, database=database.shown, limit_s=database.retry_limit_s)
-    return head()
 
 
 _OPTUNAS_VERSION_TABLE = "alembic_version"

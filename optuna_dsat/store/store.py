@@ -229,7 +229,7 @@ def _usable_tables(database: Database) -> RDBStorage:
     state = migrate.require_usable(database)
     rdb = open_optuna_tables(database)
     if state is not migrate.SchemaState.CURRENT:
-        migrate.upgrade_locked(database)
+        migrate.upgrade(database)
     return rdb
 
 

@@ -51,7 +51,8 @@ def later_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_migrations_make_what_the_models_describe(database: Database) -> None:
     assert migrate.check(database) is migrate.SchemaState.NEW
     for _ in range(2):  # the second changes nothing
-        assert migrate.upgrade(database) == migrate.head() == migrate.current(database)
+        migrate.upgrade(database)
+        assert migrate.current(database) == migrate.head()
     assert migrate.check(database) is migrate.SchemaState.CURRENT
     options = {"compare_type": True, "include_name": lambda name, kind, _: kind != "table" or "version" not in name}
     with database.engine.connect() as connection:
@@ -102,7 +103,8 @@ def test_an_older_database_is_refused_with_the_command(url: str, request: pytest
     with pytest.raises(StorageUrlError, match="optuna-dsat db upgrade --storage"):
         Store.open(url)
     with closing(Database(url)) as database:
-        assert migrate.upgrade(database) == "0004"
+        migrate.upgrade(database)
+        assert migrate.current(database) == "0004"
     with Store.open(url) as store:
         assert [record.name for record in store.list_studies()] == ["kept"]
 
