@@ -11,8 +11,9 @@ from typing import Any
 
 from optuna.trial import FrozenTrial
 
+from optuna_dsat.config.ds_config import write_json_atomic
 from optuna_dsat.store import Turn, TurnLostError
-from optuna_dsat.study.command import BEST_CONFIG, SAME_BATCH_CONFIG, best_settings
+from optuna_dsat.study.command import SAME_BATCH_CONFIG, best_settings
 from optuna_dsat.study.confirm.confirmation import Confirmation
 from optuna_dsat.study.confirm.loss_check import STEPS_OF_NUMBERS, LossCheck, check_loss, nothing_to_compare
 from optuna_dsat.study.confirm.measured import lossy_of, may_be_result
@@ -21,7 +22,7 @@ from optuna_dsat.study.confirm.verdict import Verdict
 from optuna_dsat.study.context import SearchContext
 from optuna_dsat.study.end_reason import EndReason
 from optuna_dsat.study.folder import BEING_WRITTEN, digests, set_others_aside
-from optuna_dsat.study.result import BEST_METRICS, StudyResult, result_of, write_best, write_config, write_settings
+from optuna_dsat.study.result import StudyResult, result_of, write_config, write_settings
 from optuna_dsat.study.stored import StoredStudy, read_stored
 from optuna_dsat.trials import attributes
 
@@ -182,7 +183,8 @@ class Conclusion:
         """Write the files and attributes of the selected config."""
         folder = self._spec.study_dir
         settings = best_settings(self._spec, result.config, folder)
-        files = [folder / name for name in (BEST_CONFIG, BEST_METRICS)]
+        config, metrics = Path(result.config_path), Path(result.metrics_path)
+        files = [config, metrics]
         files += [] if settings is None else [settings.path]
         same_batch = result.same_batch
         files += [] if same_batch is None else [Path(same_batch.config_path)]
@@ -191,7 +193,8 @@ class Conclusion:
             for aside in set_others_aside(files, attrs.get(attributes.WRITTEN, {})):
                 self._context.say(f"A file that this study did not write is kept as {aside}.")
             self._study.set_user_attr(attributes.WRITTEN, {path.name: BEING_WRITTEN for path in files})
-            write_best(folder, result.config, result.metrics_file(study.rounds.finalists()))
+            write_config(config, result.config)
+            write_json_atomic(metrics, result.metrics_file(study.rounds.finalists()))
             if same_batch is not None:
                 write_config(Path(same_batch.config_path), same_batch.config)
             else:

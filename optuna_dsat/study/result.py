@@ -431,14 +431,6 @@ def _running_engines_in_words(trials: Sequence[FrozenTrial], rounds: Rounds) -> 
     )
 
 
-def write_best(directory: Path, config: Mapping[str, Any], metrics: Mapping[str, Any]) -> tuple[Path, Path]:
-    """Write the winning config, as ``write_config``, and its metrics; return their paths."""
-    config_path, metrics_path = directory / BEST_CONFIG, directory / BEST_METRICS
-    write_config(config_path, config)
-    ds_config.write_json_atomic(metrics_path, metrics)
-    return config_path, metrics_path
-
-
 def write_config(path: Path, config: Mapping[str, Any]) -> None:
     """Write a config ready to train with; with resolved references only its owner may read it."""
     path.parent.mkdir(parents=True, exist_ok=True)

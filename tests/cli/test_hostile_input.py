@@ -99,10 +99,10 @@ def test_a_file_that_cannot_be_written_is_named_in_one_line_with_the_code_of_sto
 ) -> None:
     path, number = str(bench.folder / "best_ds_config.json"), errno.EIO
 
-    def fails(*_: object) -> tuple[Path, Path]:
+    def fails(*_: object) -> None:
         raise OSError(number, os.strerror(number), path)
 
-    monkeypatch.setattr(conclusion, "write_best", fails)
+    monkeypatch.setattr(conclusion, "write_config", fails)
     options = ("--cpu-ranks", "2", "--max-trials", "2", "--confirm", "0", "--metric", "throughput", "--quiet")
     ended = run_here("random", "train.py", "ds.json", *options)
     assert ended.returncode == 5

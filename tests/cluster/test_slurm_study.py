@@ -14,7 +14,7 @@ from optuna.trial import TrialState
 
 from optuna_dsat.runtime.isolation.mounts import why_no_overlay
 from optuna_dsat.study.command import training_command
-from optuna_dsat.study.result import write_best
+from optuna_dsat.study.result import write_config
 from optuna_dsat.study.spec import make_spec
 from tests.harness.commands import OPTIONS, Command
 from tests.harness.slurm import SlurmCluster
@@ -102,7 +102,8 @@ def test_the_printed_command_trains_on_two_nodes(slurm: SlurmCluster, tmp_path: 
         slurm_arg=("--partition=main",),
         output_dir=str(tmp_path / "o"),
     )  # fmt: skip
-    path, _ = write_best(tmp_path / "o", {"train_batch_size": 2}, {})
+    path = tmp_path / "o" / "best.json"
+    write_config(path, {"train_batch_size": 2})
     command, names_config = training_command(spec, {}, path, host_threads=1)
     assert names_config
     environ = {**os.environ, **slurm.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
