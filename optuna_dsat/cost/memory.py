@@ -20,7 +20,7 @@ the allocations and files of ``deepspeed.runtime.swap_tensor`` in DeepSpeed 0.19
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -74,11 +74,6 @@ class ModelProfile(ModelFacts, Record):
         again = (self.block_bytes_per_sample - inputs) / self.blocks
         outside = self.activation_bytes_per_sample - self.block_bytes_per_sample
         return min(self.activation_bytes_per_sample, max(0, round(outside + kept + again)))
-
-    @classmethod
-    def from_facts(cls, facts: ModelFacts) -> ModelProfile:
-        """Build from the measurements of a rank."""
-        return cls.from_json(asdict(facts))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -190,11 +190,6 @@ class Launch:
         )
 
     @property
-    def is_forked(self) -> bool:
-        """Whether all ranks so far were forked."""
-        return all(start.forked for start in self.log.starts)
-
-    @property
     def settled(self) -> bool:
         """Whether the outcome is final: all steps are done, it was stopped, or a rank is out of memory."""
         if self.stop_reason is not None or self.log.has_failed_with(Outcome.OUT_OF_MEMORY):

@@ -84,12 +84,6 @@ RESULT = "result"
 """Study attribute: the verdict as text, for users of Optuna's tools."""
 
 
-def step_and_overhead_s(trial: FrozenTrial) -> tuple[float, float] | None:
-    """Return the seconds of a trial's step, and of its launch outside steps; None if no step was measured."""
-    step_s = (trial.user_attrs.get(METRICS) or {}).get("latency")
-    return (float(step_s), float(trial.user_attrs.get(OVERHEAD_S) or 0.0)) if step_s else None
-
-
 def root_launch(trial: FrozenTrial) -> str:
     """Return the identifier of the launch whose processes measured a trial; unique to a trial without a launch."""
     attrs = trial.user_attrs

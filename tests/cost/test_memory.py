@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -394,7 +394,7 @@ def test_the_cap_and_the_host_bound_the_answer() -> None:
 
 def test_a_profile_survives_json_and_comes_from_an_event() -> None:
     event = ProfileMeasured(rank=0, time=1.0, **{**profile().to_json(), "device_name": "H", "optimizer": "AdamW"})
-    result = ModelProfile.from_facts(event)
+    result = ModelProfile.from_json(asdict(event))
     assert result.optimizer == "AdamW"
     assert ModelProfile.from_json({**result.to_json(), "newer": 1}) == result
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ def overlay(every: int, *, micro_batch: int = 4) -> dict[str, Any]:
 def test_the_blocks_of_a_script_are_measured_and_with_checkpoints_it_fits_and_trains_alike(launch: Launch) -> None:
     profiled = launch(*ARGS, overlay=overlay(0, micro_batch=1), launch_id="profile", purpose="profile")
     assert profiled.report.outcome is Outcome.MEASURED, profiled.report
-    profile = ModelProfile.from_facts(profiled.profile)
+    profile = ModelProfile.from_json(asdict(profiled.profile))
     assert (profile.blocks, profile.no_checkpointing) == (LAYERS, "")
     assert 0.8 < profile.block_share < 1
     assert profile.block_bytes_per_sample < profile.activation_bytes_per_sample

@@ -136,7 +136,8 @@ def launch_environment(
         if name == MANUAL_INIT_ENV or not (name in RANK_VARIABLES or is_of_rank(name) or name.startswith(_OWN_PREFIXES))
     }
     if request.purpose != "full":
-        environ.update(_tracker_settings(environ, directory))
+        environ |= {name: value for name, value in _QUIET_TRACKERS.items() if environ.get(name) != "disabled"}
+        environ |= {name: place(directory.trackers_dir) for name, place in _TRACKER_PLACES.items()}
         environ.setdefault("PYTHONBREAKPOINT", "0")  # nobody is at a trial's debugger, which would end the script
     environ = {**_network(rendezvous), **environ, **resolved(request.env, base)}
     environ.update(values_for([request.command.args, request.ds_config, request.overlay], base))
@@ -199,11 +200,6 @@ def share_of_cores(slot: int, *, total: int) -> list[int]:
     size = max(1, len(cores) // total)
     start = slot * size % len(cores)
     return cores[start : start + size]
-
-
-def _tracker_settings(environ: Mapping[str, str], directory: RunDirectory) -> dict[str, str]:
-    settings = {name: value for name, value in _QUIET_TRACKERS.items() if environ.get(name) != "disabled"}
-    return settings | {name: place(directory.trackers_dir) for name, place in _TRACKER_PLACES.items()}
 
 
 def write_run_directory(

@@ -26,12 +26,8 @@ def remove_stale_locks(environ: Mapping[str, str]) -> tuple[Path, ...]:
     return tuple(path for path in _locks(environ) if remove_if_abandoned(path))
 
 
-def held_locks(environ: Mapping[str, str]) -> tuple[Path, ...]:
-    """Return the locks of running builds, each in the folder of its operator."""
-    return tuple(path for path in _locks(environ) if is_held(path))
-
-
 def _locks(environ: Mapping[str, str]) -> tuple[Path, ...]:
+    """Return the build locks, each in the folder of its operator."""
     root = extensions_dir(environ)
     return (*root.glob("*/lock"), *root.glob("*/*/lock"))
 
@@ -150,7 +146,7 @@ class BuildWatch:
         if self._clock() - self._looked < _LOOK_S:
             return
         self._looked = self._clock()
-        self._tell({lock.parent.name: lock.parent for lock in held_locks(self._environ)})
+        self._tell({lock.parent.name: lock.parent for lock in _locks(self._environ) if is_held(lock)})
 
     def end(self) -> None:
         """Report that no launch runs."""

@@ -148,7 +148,7 @@ class Forking:
         """Note whether a forked launch shows that forks work here."""
         if launch.preloaded is None or not self.enabled:
             return
-        if not launch.is_forked:
+        if not all(start.forked for start in launch.log.starts):
             self._stop(
                 "Something imported before a fork initialises CUDA in torchrun's agent, which no fork survives: all "
                 "launches run by plain torchrun, which takes seconds longer for each."

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from optuna.trial import FrozenTrial
 
@@ -95,7 +94,8 @@ def _best(view: StudyView) -> str:
             "has the search's best there."
         )
     if view.result is not None:
-        lines += [json_block(view.result.config), *map(literal, advice_on(view.result))]
+        config = json.dumps(hidden_data(view.result.config), indent=2)
+        lines += [fenced(config, "json", limit_chars=WHOLE_CHARS), *map(literal, advice_on(view.result))]
     return "\n\n".join(lines)
 
 
@@ -192,11 +192,6 @@ def _step_range(times_s: Sequence[float]) -> str:
     if not times_s:
         return ""
     return f"{metric_in_words('latency', min(times_s))} to {metric_in_words('latency', max(times_s))}"
-
-
-def json_block(data: Mapping[str, Any]) -> Markdown:
-    """Return a JSON object as a code block, without secrets."""
-    return fenced(json.dumps(hidden_data(data), indent=2), "json", limit_chars=WHOLE_CHARS)
 
 
 def keep_own_text(generated: str, present: str) -> str:

@@ -23,7 +23,6 @@ from optuna_dsat.report.figures._style import (
     lay_out,
     lineage_words,
     new_figure,
-    translucent,
 )
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.trials import attributes
@@ -121,7 +120,8 @@ def _add_curve(figure: go.Figure, curve: Curve, colour: str, measure: Measure) -
         x=[*curve.sizes, *reversed(curve.sizes)],
         y=[value * measure.scale for value in (*curve.high, *reversed(curve.low))],
         fill="toself",
-        fillcolor=translucent(colour, _BAND),
+        fillcolor=colour,
+        opacity=_BAND,
         line={"width": 0},
         hoverinfo="skip",
         **common,

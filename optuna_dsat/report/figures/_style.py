@@ -120,12 +120,6 @@ class Palette:
         return _SYMBOLS[self._index[words] % len(_SYMBOLS)]
 
 
-def translucent(colour: str, opacity: float) -> str:
-    """Return a colour such as ``#0072B2`` with an opacity."""
-    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
-    return f"rgba({red},{green},{blue},{opacity})"
-
-
 def lineage_words(trials: Sequence[FrozenTrial]) -> str:
     """Return the description of a lineage's structure by its trials, which are not empty."""
     for trial in trials:

@@ -19,6 +19,7 @@ import inspect
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -386,7 +387,7 @@ class LightningHook(TrainerHook):
         """Return module name -> function to call with the module once it is imported."""
         result: dict[str, Callable[[Any], None]] = {}
         for fabric in ("lightning.fabric", "lightning_fabric"):  # the second is a package with the same code
-            result[f"{fabric}.plugins.precision.deepspeed"] = self._fabric_precision_imported
+            result[f"{fabric}.plugins.precision.deepspeed"] = partial(self._precision_imported, argument=_FABRIC_BF16)
             result[f"{fabric}.strategies.deepspeed"] = self._strategy_imported
         for pytorch in ("lightning.pytorch", "pytorch_lightning"):
             result[f"{pytorch}.plugins.precision.deepspeed"] = self._precision_imported
@@ -402,9 +403,6 @@ class LightningHook(TrainerHook):
             original(strategy, *args, **kwargs)
             if isinstance(strategy.config, Mapping):
                 strategy.config = self._laid(strategy.config, without=without)
-
-    def _fabric_precision_imported(self, module: Any) -> None:
-        self._precision_imported(module, argument=_FABRIC_BF16)
 
     def _precision_imported(self, module: Any, *, argument: str = "") -> None:
         @patch(module.DeepSpeedPrecision, "__init__")

@@ -121,7 +121,8 @@ def load(preload: Preload, *, watched: frozenset[str]) -> PreloadResult:
                 continue
             if (torch := sys.modules.get("torch")) is not None:
                 use_named_gpu_count(torch)
-            _import(name)
+            with contextlib.suppress(Exception):  # the rank that needs the module will report the same error
+                importlib.import_module(name)
             if missed:
                 result.refused[package] = f"it imports {missed[0]}, which every rank imports for itself"
                 missed.clear()
@@ -139,11 +140,6 @@ def load(preload: Preload, *, watched: frozenset[str]) -> PreloadResult:
     gc.collect()
     gc.freeze()  # a collection in a child would write to shared pages, and so copy them
     return result
-
-
-def _import(name: str) -> None:
-    with contextlib.suppress(Exception):  # the rank that needs the module will report the same error
-        importlib.import_module(name)
 
 
 class _Refusal(MetaPathFinder, Loader):

@@ -159,7 +159,8 @@ class Ending:
             return set()
         is_first = self._began is None
         if self._began is None:
-            self._began, self._began_ticks = time.monotonic(), _ticks()
+            self._began = time.monotonic()
+            self._began_ticks = int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
         waited_s = time.monotonic() - self._began
         ended = {key for key in alive if waited_s >= _CLEANERS_S or not _is_cleaner(key.pid)}
         if waited_s >= _PROGRAMS_S:
@@ -172,11 +173,6 @@ class Ending:
         # Parents first: a shell continues when its child ends.
         _signal(sorted(asked, key=lambda key: (key.start_ticks, key.pid)), signal.SIGTERM)
         return ended
-
-
-def _ticks() -> int:
-    """Return the clock ticks since the machine's boot."""
-    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
 
 
 def _is_cleaner(pid: int) -> bool:

@@ -135,8 +135,9 @@ def _is_below(number: int, best: int, estimate: JointEstimate, *, sds: float, ti
 
 def _launch_s(trial: FrozenTrial, spec: StudySpec) -> float:
     """Return the recorded duration of a trial's launch, in seconds; 1 if none was recorded."""
-    step_s, overhead_s = attributes.step_and_overhead_s(trial) or (0.0, 1.0)
-    return overhead_s + spec.end_profile_step * step_s
+    attrs = trial.user_attrs
+    step_s = (attrs.get(attributes.METRICS) or {}).get("latency")
+    return (attrs.get(attributes.OVERHEAD_S) or 0.0) + spec.end_profile_step * step_s if step_s else 1.0
 
 
 def _gain_of_rounds(number: int, best: int, estimate: JointEstimate, *, noise: float) -> float:

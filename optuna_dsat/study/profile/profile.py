@@ -11,7 +11,7 @@ import math
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from optuna_dsat.config import ds_config
@@ -339,7 +339,7 @@ def _profiled(
     if batch is not None and batch.kind == "config" and rows is not None:
         counted = replace(batch, rows=(rows, attempt.micro_batch))
     return Profiled(
-        profile=_per_sample(ModelProfile.from_facts(profile), counted),
+        profile=_per_sample(ModelProfile.from_json(asdict(profile)), counted),
         measured_with=attempt.words,
         pipeline=engine.pipeline,
         device=engine.device,
