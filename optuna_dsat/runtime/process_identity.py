@@ -11,11 +11,11 @@ START_TIME_FIELD = 19
 
 
 @functools.cache
-def process_space() -> str:
-    """Return the scope of this process's process numbers as ``<boot id>:<PID namespace>``."""
+def process_space(namespace: str = "pid") -> str:
+    """Return the scope of this process's numbers, or of its addresses (``net``), as ``<boot id>:<namespace>``."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot}:{Path('/proc/self/ns/pid').stat().st_ino}"
+        return f"{boot}:{Path('/proc/self/ns', namespace).stat().st_ino}"
     except OSError:
         return f"{socket.gethostname()}:0"
 

@@ -49,19 +49,12 @@ from optuna_dsat.launch.machine.slots import SlotPool
 from optuna_dsat.launch.protocol import SlotsBusyError
 from optuna_dsat.launch.warm.forking import IMPORTING, Forking
 from optuna_dsat.runtime.agent.preload import Preload
+from optuna_dsat.runtime.process_identity import process_space
 from optuna_dsat.script.interpreter import usable
 from optuna_dsat.version import __version__
 
 _REACH_S = 3.0
 """Longest wait for a connection."""
-
-
-def machine_id() -> str:
-    """Return an ID of this machine and its network namespace; equal IDs share a loopback address."""
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot}:{Path('/proc/self/ns/net').readlink()}"
-    return socket.gethostname()
 
 
 def addresses() -> list[tuple[str, str]]:
@@ -158,7 +151,7 @@ class NodeAgent:
         self._say(
             "hello",
             name=name,
-            machine=machine_id(),
+            machine=process_space("net"),  # equal on nodes that share a loopback address
             job=self._environ.get("SLURM_JOB_ID"),
             version=__version__,
         )
@@ -169,7 +162,7 @@ class NodeAgent:
         return self._left or self._clock() - self._heard > HEARD_S
 
     def take(self, order: Mapping[str, Any]) -> None:
-        """Carry out a command, or start to. Unknown commands are answered, too."""
+        """Carry out a command, or start to."""
         self._heard = self._clock()
         actions: dict[str, Callable[[Mapping[str, Any]], None]] = {
             "ping": self._ping,
@@ -184,11 +177,7 @@ class NodeAgent:
             "end": self._end,
             "leave": self._leave,
         }
-        action = actions.get(str(order.get("do")))
-        if action is None:
-            self._say("unknown", order=str(order.get("do")))
-        else:
-            action(order)
+        actions[order["do"]](order)
 
     def advance(self) -> list[dict[str, Any]]:
         """Advance all launches; return the messages since the last call."""

@@ -9,7 +9,6 @@ namespace can find launches whose tuner is gone. Processes without the variable 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 import uuid
@@ -20,6 +19,7 @@ from pathlib import Path
 import psutil
 
 from optuna_dsat.runtime.agent.processes import KILL_LIMIT_S, MARK_ENV, Ending, ProcessKey, children_of
+from optuna_dsat.runtime.measure.memory import control_groups
 from optuna_dsat.runtime.process_identity import START_TIME_FIELD, process_space, stat_fields
 
 _SEARCH_LIMIT_S = 6 * KILL_LIMIT_S
@@ -107,15 +107,8 @@ def kernel_oom_kills() -> int | None:
 
     Counted for this control group (``memory.events`` of version 2), else for the machine (``/proc/vmstat``).
     """
-    candidates: list[Path] = []
-    with contextlib.suppress(OSError):
-        groups = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-        candidates = [
-            Path("/sys/fs/cgroup", group[len("0::/") :], "memory.events")
-            for group in groups
-            if group.startswith("0::/")
-        ]
-    for path in (*candidates, Path("/proc/vmstat")):
+    *_, own = (folder for controller, folder in control_groups("memory") if not controller)
+    for path in (own / "memory.events", Path("/proc/vmstat")):
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except OSError:

@@ -236,7 +236,7 @@ def cpu_name() -> str:
 def usable_cores(*, membership: Path = _MEMBERSHIP, root: Path = _CGROUPS) -> int:
     """Return the cores that this process may run on, or fewer by the lowest CPU quota of its control groups."""
     cores = float(len(os.sched_getaffinity(0)))
-    for name, folder in _groups("cpu", membership, root):
+    for name, folder in control_groups("cpu", membership, root):
         with contextlib.suppress(OSError, ValueError):  # no such group here, or its quota is "max"
             files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if name else ("cpu.max",)
             quota, period = map(int, " ".join((folder / file).read_text(encoding="ascii") for file in files).split())
@@ -251,11 +251,13 @@ def numa_nodes(*, folder: Path = Path("/sys/devices/system/node")) -> int:
 
 def memory_limits(*, membership: Path = _MEMBERSHIP, root: Path = _CGROUPS) -> Iterator[tuple[int, int]]:
     """Yield each memory limit of this process's control groups and their parents, and the bytes left below it."""
-    for name, folder in _groups("memory", membership, root):
+    for name, folder in control_groups("memory", membership, root):
         yield from _limit_of(folder, *_CGROUP_FILES[name])
 
 
-def _groups(controller: str, membership: Path, root: Path) -> Iterator[tuple[str, Path]]:
+def control_groups(
+    controller: str, membership: Path = _MEMBERSHIP, root: Path = _CGROUPS
+) -> Iterator[tuple[str, Path]]:
     """Yield the folders of this process's control groups and their parents, each after its controller of version 1."""
     try:
         lines = membership.read_text(encoding="utf-8", errors="replace").splitlines()
