@@ -37,6 +37,7 @@ from optuna_dsat.runtime.adapt.ranks import (
     measure_restarts,
     with_local_rank,
 )
+from optuna_dsat.runtime.agent.processes import die_with_parent
 from optuna_dsat.runtime.events import (
     STEPS_SKIPPED,
     Event,
@@ -74,9 +75,6 @@ EXIT_LIMIT_S = 5.0
 
 _EXIT_SIGNAL = signal.SIGRTMAX - 2
 """Signal that raises ``SystemExit`` in the main thread, even if it is waiting, after training in another thread."""
-
-_PR_SET_PDEATHSIG = 1
-"""``linux/prctl.h``."""
 
 _HERE = str(Path(__file__).resolve().parent)
 
@@ -349,13 +347,6 @@ def _show(error: BaseException) -> None:
         sys.excepthook(type(error), error.with_traceback(trace), trace)
     except BaseException:  # noqa: BLE001 - the script's own hook
         traceback.print_exc()
-
-
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent, as recorded by the parent, ends or has ended."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class _SilentInput(io.TextIOWrapper):

@@ -136,7 +136,7 @@ def test_a_child_whose_parent_ended_at_the_fork_ends_too() -> None:
     """Its parent is another process by the time it checks."""
     code = (
         "import os, sys\n"
-        "from optuna_dsat.runtime.process import die_with_parent\n"
+        "from optuna_dsat.runtime.agent.processes import die_with_parent\n"
         "die_with_parent(os.getppid() if sys.argv[1] == 'mine' else 4194305)\n"
     )
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}

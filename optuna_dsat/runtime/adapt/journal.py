@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from optuna_dsat.runtime.agent.processes import read_command
 from optuna_dsat.runtime.files import file_system
 from optuna_dsat.runtime.imports import patch
 from optuna_dsat.runtime.process_identity import process_space, start_ticks
@@ -96,8 +97,6 @@ _ABANDONED_S = 600.0
 _POLL_S, _LOOK_S = 0.1, 1.0
 """Intervals in seconds, while waiting for a lock, of checking its existence and its owner."""
 
-_PROC = Path("/proc")
-
 _TOOLS = re.compile(
     r"(.*-)?(ninja|c\+\+|g\+\+|gcc|cc|cc1|cc1plus|clang|clang\+\+|icpx|nvcc|cicc|cudafe\+\+|ptxas|fatbinary|hipcc"
     r"|as|ld|collect2)(-[\d.]+)?"
@@ -127,7 +126,7 @@ def remove_if_abandoned(lock: Path) -> bool:
 
 def is_held(lock: Path) -> bool:
     """Return whether a lock has a living owner; an owner that cannot be checked counts while the lock is young."""
-    processes = [int(entry.name) for entry in _PROC.glob("[0-9]*")]
+    processes = [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
     if any(_works_at(pid, lock) for pid in processes):
         return True
     try:
@@ -188,10 +187,7 @@ def _works_at(pid: int, lock: Path) -> bool:
             with contextlib.suppress(OSError):
                 if descriptor.readlink().name == lock.name and descriptor.samefile(lock):
                     return True
-    try:
-        words = [os.fsdecode(word) for word in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
-    except OSError:
-        return False
+    words = read_command(pid)
     if not any(_TOOLS.fullmatch(Path(word).name) for word in words[:2]):
         return False
     folder = str(lock.parent.resolve())

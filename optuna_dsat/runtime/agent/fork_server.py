@@ -23,8 +23,14 @@ from optuna_dsat.runtime.agent import torchrun
 from optuna_dsat.runtime.agent.cuda import driver_is_initialised
 from optuna_dsat.runtime.agent.forked import ParentState, become_agent, can_fork, fork_child, forked_ranks
 from optuna_dsat.runtime.agent.preload import Preload, load
-from optuna_dsat.runtime.agent.processes import ProcessKey, adopt_orphans, end_children, own_children, take_mark
-from optuna_dsat.runtime.process import die_with_parent
+from optuna_dsat.runtime.agent.processes import (
+    ProcessKey,
+    adopt_orphans,
+    die_with_parent,
+    end_children,
+    own_children,
+    take_mark,
+)
 
 
 class _ForkServer:

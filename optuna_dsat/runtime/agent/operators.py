@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from optuna_dsat.runtime.adapt.journal import guard_builds
+from optuna_dsat.runtime.agent.processes import die_with_parent
 from optuna_dsat.runtime.failure import message_with_cause
 from optuna_dsat.runtime.files import home
 
@@ -73,8 +74,6 @@ def _compile(name: str) -> str:
 
 def main(tuner_pid: int, builders: Sequence[str]) -> None:
     """Compile and print the results; redirect the compilers' output to standard error. Ends with the tuner."""
-    from optuna_dsat.runtime.process import die_with_parent
-
     die_with_parent(tuner_pid)
     from torch.utils import file_baton
 

@@ -29,7 +29,7 @@ _ENV_START_FIELD = 47
 """Index of the address of the initial environment in ``stat_fields``."""
 
 
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 """``linux/prctl.h``."""
 
 
@@ -188,6 +188,13 @@ def _is_program(pid: int) -> bool:
         return not _PYTHON_LIBRARY.search(Path(f"/proc/{pid}/maps").read_bytes())
     except OSError:  # gone, or another user's process
         return False
+
+
+def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel end this process when its parent, as recorded by the parent, ends or has ended."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), number)
 
 
 def adopt_orphans() -> None:

@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from optuna_dsat.runtime.agent.cuda import cuda_hidden
-from optuna_dsat.runtime.agent.processes import adopt_orphans, end_children
+from optuna_dsat.runtime.agent.processes import adopt_orphans, die_with_parent, end_children
 from optuna_dsat.runtime.files import write_text_atomic
 from optuna_dsat.runtime.isolation.world import enter_world
-from optuna_dsat.runtime.process import AGENT_ENV, die_with_parent
+from optuna_dsat.runtime.process import AGENT_ENV
 from optuna_dsat.runtime.rank import LAUNCH_ENV, LaunchPlan
 
 # Ports of a launch listen on the loopback address, or for several machines on the address of node 0 only.
