@@ -144,7 +144,7 @@ class TorchrunLauncher:
         self._output_dir = Path(output_dir)
         self._places = places
         self._forking = forking
-        self._notify = _each_once(on_notice)
+        self._notify = each_once(on_notice)
         self._running: dict[str, Launch] = {}
         self._waiting: dict[str, WaitingLaunch] = {}
         """Launches without slots in the order of their arrival, with their run directories."""
@@ -415,7 +415,7 @@ def local_launcher(
         UsageError: If ``max_slots`` is less than 1.
         DeviceError: If there are GPUs but NVML does not answer.
     """
-    notify = _each_once(on_notice)
+    notify = each_once(on_notice)
     forking = Forking(Path(output_dir) / "warm.log", enabled=warm, on_notice=notify, on_phase=on_phase)
     here = Here(
         Path(output_dir),
@@ -451,7 +451,7 @@ def _without_batch(command: ScriptCommand) -> ScriptCommand:
     return replace(command, arg_mappings={}, batch_source={"rows": command.batch_source.get("rows")})
 
 
-def _each_once(notify: Callable[[str], None]) -> Callable[[str], None]:
+def each_once(notify: Callable[[str], None]) -> Callable[[str], None]:
     """Return a function that passes each text on the first time only."""
     notified: set[str] = set()
 

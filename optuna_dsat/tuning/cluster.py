@@ -66,7 +66,7 @@ def cluster_launcher(
     forking = Forking(output_dir / "warm.log", enabled=spec.launcher == "warm", on_notice=on_notice)
     nodes = Cluster(
         output_dir,
-        engine=_engine(spec, on_notice),
+        engine=_engine(spec),
         layout=Layout(
             nodes=spec.nodes_per_trial,
             slots=spec.slots_per_node,
@@ -96,14 +96,13 @@ def _needed_files(spec: StudySpec) -> dict[str, str]:
     return {path: digest for path, digest in result.items() if digest}
 
 
-def _engine(spec: StudySpec, on_notice: Callable[[str], None] = lambda _: None) -> Engine:
+def _engine(spec: StudySpec) -> Engine:
     return engine_of(
         spec.on,
         slurm_arg=spec.slurm_arg or (),
         ray_address=spec.ray_address,
         ray_node=spec.ray_node or (),
         agent_python=spec.agent_python,
-        on_notice=on_notice,
     )
 
 
@@ -112,9 +111,8 @@ def engine_of(
     *,
     slurm_arg: Sequence[str],
     ray_address: str | None,
-    ray_node: Sequence[str] = (),
+    ray_node: Sequence[str],
     agent_python: str | None = None,
-    on_notice: Callable[[str], None] = lambda _: None,
 ) -> Engine:
     """Return the engine that allocates nodes in a cluster."""
     if on == "slurm":
@@ -123,4 +121,4 @@ def engine_of(
         return SlurmEngine(slurm_arg, python=agent_python)
     from optuna_dsat.launch.places.ray_engine import RayEngine
 
-    return RayEngine(ray_address, names=ray_node, python=agent_python, on_notice=on_notice)
+    return RayEngine(ray_address, names=ray_node, python=agent_python)

@@ -245,7 +245,6 @@ class NodeAgent:
             why=why,
             versions=libraries,
             devices=[device.name for device in shown],
-            memory_bytes=min((device.memory_bytes for device in shown), default=0),
             doors=[] if self._doors is None else self._doors.open,
             interfaces=addresses() if order.get("listen") else [],
         )

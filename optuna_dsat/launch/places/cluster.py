@@ -13,6 +13,7 @@ from optuna_dsat.launch.agent.command import write_run_directory
 from optuna_dsat.launch.agent.files import append_events, append_log
 from optuna_dsat.launch.isolation import FolderWatch
 from optuna_dsat.launch.launch import Launch, WaitingLaunch
+from optuna_dsat.launch.launcher import each_once
 from optuna_dsat.launch.machine.nvml import DeviceError
 from optuna_dsat.launch.places.engine import ClusterError, Engine, News, Place, PlaceState
 from optuna_dsat.launch.places.place import HeldPlace, Layout, RemoteLaunch, Stage
@@ -65,7 +66,7 @@ class Cluster:
         self._limits = limits
         self._files = files
         self._environ = dict(os.environ if environ is None else environ)
-        self._notify = on_notice
+        self._notify = each_once(on_notice)
         self._on_phase = on_phase
         self._phase = ""
         self._forking = forking
@@ -74,7 +75,6 @@ class Cluster:
         """Allocation of the engine -> messages of its nodes."""
         self._changes = FolderWatch(output_dir, own_files=own_files)
         self._launches: dict[str, tuple[Launch, RemoteLaunch]] = {}
-        self._notified: set[str] = set()
         self._losses = 0
 
     @property
@@ -195,7 +195,7 @@ class Cluster:
         message = news.message
         kind, name = str(message.get("news")), str(message.get("launch_id", ""))
         if kind == "notice":
-            self._notify_once(f"{place.name_of(news.node)}: {message['text']}")
+            self._notify(f"{place.name_of(news.node)}: {message['text']}")
         elif kind == "port":
             self._order_launch(name, port=int(message["port"]))
         elif kind == "prepared":
@@ -206,16 +206,11 @@ class Cluster:
                     raise ClusterError(
                         f"Offload to NVMe needs DeepSpeed's async_io, which {where} cannot build: {why}."
                     )
-                self._notify_once(f"DeepSpeed's {builder} fails on {where}, and so will what needs it: {why}.")
+                self._notify(f"DeepSpeed's {builder} fails on {where}, and so will what needs it: {why}.")
         elif not name:
             place.note(news)
         elif name in self._launches:
             self._take_of_launch(name, news)
-
-    def _notify_once(self, text: str) -> None:
-        if text not in self._notified:
-            self._notified.add(text)
-            self._notify(text)
 
     def _take_of_launch(self, name: str, news: News) -> None:
         launch, remote = self._launches[name]

@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -113,12 +113,10 @@ class RayEngine:
         *,
         names: Sequence[str] = (),
         python: str | None = None,
-        on_notice: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._address = address_of(address)
         self._names = tuple(names)
         self._python = python
-        self._on_notice = on_notice
         self._places: list[RayPlace] = []
         self._released: list[RayPlace] = []
         self._orders: deque[tuple[RayPlace, Order, int | None]] = deque()

@@ -74,7 +74,6 @@ class Confirmation:
     def __init__(self, context: SearchContext, *, storing: Callable[[str], AbstractContextManager[None]]) -> None:
         self._context = context
         self._spec = context.spec
-        self._study = context.study
         self._profile = context.profiled.profile
         self._storing = storing
         self.interrupted = False
@@ -104,7 +103,7 @@ class Confirmation:
                 rounds = without_failed(rounds.with_launch(launch), trials, candidates, spec=self._spec)
                 with self._storing("store a launch of the confirmation"):
                     self._context.record_launch(report, record, purpose="confirm", trial_number=launch.number)
-                    self._study.set_user_attr(attributes.CONFIRMATION, rounds.to_json())
+                    self._context.study.set_user_attr(attributes.CONFIRMATION, rounds.to_json())
                 self._announce(launch, by_number[launch.number])
         except KeyboardInterrupt:
             self.interrupted = True
@@ -112,7 +111,7 @@ class Confirmation:
 
     def _begun(self, trials: Sequence[FrozenTrial], candidates: Sequence[FrozenTrial]) -> Rounds:
         """Return the stored rounds; choose finalists again if more trials were measured."""
-        rounds = Rounds.of(self._study.user_attrs)
+        rounds = Rounds.of(self._context.study.user_attrs)
         if (rounds.chosen and rounds.measured == len(candidates)) or not self._spec.confirm:
             return rounds
         noise = self._noise(rounds, trials)

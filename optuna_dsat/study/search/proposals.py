@@ -43,7 +43,6 @@ class Proposals:
 
     def __init__(self, context: SearchContext, *, recorder: TrialRecorder) -> None:
         self._context = context
-        self._spec = context.spec
         self._store = context.store
         self._study = context.study
         self._space = context.space
@@ -124,7 +123,7 @@ class Proposals:
 
         def work() -> bool:
             trials = self._study.get_trials(deepcopy=False)
-            ranked = self._method.ranked(trials, maximize=self._spec.maximize)
+            ranked = self._method.ranked(trials, maximize=self._context.spec.maximize)
             if not ranked or attributes.PURPOSE in ranked[0].user_attrs:
                 return False
             best = ranked[0]
@@ -169,7 +168,7 @@ class Proposals:
         self._refused = 0
         launch_id = f"trial-{trial.number:04d}"
         request = launch_request(
-            self._spec,
+            self._context.spec,
             launch_id=launch_id,
             purpose="trial",
             overlay=overlay,

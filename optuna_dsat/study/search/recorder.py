@@ -40,8 +40,6 @@ class TrialRecorder:
         self._context = context
         self._study = context.study
         self._spec = context.spec
-        self._uuid = context.study_uuid
-        self._profiled = context.profiled
         self._store = context.store
         self._observer = context.observer
         self._maximize = context.spec.maximize
@@ -88,7 +86,7 @@ class TrialRecorder:
 
     def metrics(self, flight: Flight, *, power_w: float | None = None) -> dict[str, float]:
         """Return the metrics of the steps counted so far; of a launch that has ended with its power if known."""
-        profile = self._profiled.profile
+        profile = self._context.profiled.profile
         counted = flight.record.metrics(flops_per_sample=profile.flops_per_sample)
         return with_efficiency(counted, profile=profile, config=flight.request.ds_config, power_w=power_w)
 
@@ -104,7 +102,7 @@ class TrialRecorder:
     def record(self, flight: Flight, report: LaunchReport) -> None:
         """Store the report of a launch; a later call replaces it."""
         self._store.record_launch(
-            self._uuid,
+            self._context.study_uuid,
             report,
             trial_number=flight.trial.number,
             purpose=flight.request.purpose,
@@ -113,7 +111,7 @@ class TrialRecorder:
 
     def record_steps(self, flight: Flight) -> None:
         """Store the measured steps of a launch that is settled."""
-        self._store.record_steps(self._uuid, flight.request.launch_id, flight.record.events)
+        self._store.record_steps(self._context.study_uuid, flight.request.launch_id, flight.record.events)
 
     def tell(self, flight: Flight, report: LaunchReport) -> None:
         """Finish a launch's trial, if still this worker's.
@@ -198,7 +196,7 @@ class TrialRecorder:
 
     def _exceeds_data(self, flight: Flight) -> bool:
         """Whether a launch's micro-batch exceeds the samples that a rank has or was fed; smaller sizes may work."""
-        samples, fed = self._profiled.samples_per_rank, flight.record.observed_micro_batch
+        samples, fed = self._context.profiled.samples_per_rank, flight.record.observed_micro_batch
         limits = [limit for limit in (samples, fed) if limit is not None]
         return any(int(flight.request.ds_config[ds_config.MICRO_BATCH]) > limit for limit in limits)
 

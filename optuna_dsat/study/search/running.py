@@ -60,7 +60,6 @@ class Flights:
         self._context = context
         self._spec = context.spec
         self._launcher = context.launcher
-        self._study = context.study
         self._running: dict[str, Flight] = {}
         self._waiting: list[Flight] = []
         """Launches of ``_running`` that wait for slots."""
@@ -139,7 +138,7 @@ class Flights:
         """Stop all launches; trials of launches that wait for slots are returned to the study."""
         for flight in self._waiting:
             del self._running[flight.request.launch_id]
-            self._context.store.return_trial(self._study, flight.trial, reason=reason)
+            self._context.store.return_trial(self._context.study, flight.trial, reason=reason)
         self._waiting.clear()
         for launch_id in self._running:
             self._launcher.stop(launch_id, message=reason)
@@ -150,7 +149,7 @@ class Flights:
         for flight in flights:
             self._launcher.stop(flight.request.launch_id, outcome=Outcome.LOST, message=reason)
         for flight in flights:
-            self._context.store.return_trial(self._study, flight.trial, reason=reason)
+            self._context.store.return_trial(self._context.study, flight.trial, reason=reason)
         return [flight.trial.number for flight in flights]
 
 
