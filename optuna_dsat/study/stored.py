@@ -298,6 +298,8 @@ def open_study(
         folder = Path(script.cwd) if script.is_module else Path(script.script).parent
         versions = environment_of(folder, spec.python, on=spec.on, devices=devices)
         result = store.create_study(spec.name, spec.stored(), direction=spec.direction, versions=versions)
+        if result.spec == spec.stored():  # else another process has created it meanwhile
+            return result, spec
     read_stored(store, spec.name)  # both refuse what later steps could not read
     read_launches(store, result)
     if relocated:
