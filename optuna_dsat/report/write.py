@@ -19,9 +19,9 @@ from optuna_dsat.report.cards import search_seconds
 from optuna_dsat.report.facts import (
     Training,
     fruitless_in_words,
-    ranks_of_a_launch,
     script_command_line,
     training_times,
+    tuned,
 )
 from optuna_dsat.report.figures import ComparedStudy
 from optuna_dsat.report.launch_files import Links
@@ -33,14 +33,12 @@ from optuna_dsat.secrecy.shapes import hidden_data
 from optuna_dsat.store import Store
 from optuna_dsat.study.config_changes import shown_settings
 from optuna_dsat.study.confirm.measured import Measured
-from optuna_dsat.study.confirm.words import how_known
+from optuna_dsat.study.confirm.words import how_known, ratio_in_words
 from optuna_dsat.trials import attributes
 from optuna_dsat.words import (
     bytes_in_words,
-    date_in_words,
     duration_in_words,
     metric_in_words,
-    model_in_words,
     slot_name,
     slot_time_in_words,
     times_in_words,
@@ -265,10 +263,7 @@ def _training_words(view: StudyView, training: Training) -> str:
 def _speed_up_words(best: Measured | None) -> str:
     if best is None or best.is_user_config or best.speed_up is None:
         return "none" if best is not None and best.is_user_config else ""
-    ratio = best.speed_up
-    if ratio.low is None or ratio.high is None:
-        return f"{times_in_words(ratio.value)}\u00d7 (by the search)"
-    return f"{times_in_words(ratio.value)}\u00d7 ({times_in_words(ratio.low)} to {times_in_words(ratio.high)})"
+    return ratio_in_words(best.speed_up)
 
 
 def _efficiencies(views: Sequence[StudyView]) -> list[str]:
@@ -289,24 +284,15 @@ def _tuned_rows(views: Sequence[StudyView]) -> list[Row]:
 
 
 def _tuned(view: StudyView) -> dict[str, str]:
-    """Return what a study tuned; unknown facts are empty."""
-    model = device = ""
-    if view.profiled is not None:
-        profile = view.profiled.profile
-        model = model_in_words(profile.params, pipeline=view.profiled.pipeline)
-        device = f"{profile.device_name or view.profiled.device}, {bytes_in_words(profile.device_memory_bytes)}"
+    """Return what a study tuned, as its own report has it, and how far it is; unknown facts are empty."""
+    facts = {"Script": "", "Model": "", "Device": "", **dict(tuned(view))}
+    del facts["Versions"]
     ended = "no" if view.end_reason is None else view.end_reason or "yes"
     return {
-        "script": script_command_line(view),
-        "model": model,
-        "device": device,
-        "one launch": ranks_of_a_launch(view),
-        "method": view.spec.method,
-        "metric": view.metric,
+        **{name.lower(): text for name, text in facts.items()},
         "trials": f"{view.trials_done} of {view.spec.max_trials}",
         "time of the search": duration_in_words(search_seconds(view.launches)),
         "ended": fruitless_in_words(view) if view.is_fruitless else ended,
-        "begun": date_in_words(view.record.created_at),
         "database": view.storage_url,
     }
 
