@@ -23,9 +23,10 @@ needs_overlays = pytest.mark.skipif(bool(why_no_overlay(Path("/tmp"))), reason="
 
 ENTER = """
 import json, os, sys
-from optuna_dsat.runtime.isolation.world import WorldPlan, enter_world
+from optuna_dsat.runtime.isolation.world import World, WorldPlan, enter_world
 plan = WorldPlan.from_record(json.loads(sys.argv[1]))
-world = enter_world(plan, cwd=os.getcwd(), arguments=[], environ=os.environ)
+enter_world(plan, cwd=os.getcwd(), arguments=[], environ=os.environ)
+world = World.load(plan.record)
 exec(sys.argv[2])
 """
 

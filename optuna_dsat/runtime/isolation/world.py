@@ -149,14 +149,13 @@ class World:
             return cls()
 
 
-def enter_world(plan: WorldPlan, *, cwd: str, arguments: Sequence[str], environ: Mapping[str, str]) -> World:
-    """Enter the world of a launch. Call it in a single-threaded process, before starting other processes.
+def enter_world(plan: WorldPlan, *, cwd: str, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Enter the world of a launch, which ``plan.record`` then describes.
 
-    Returns:
-        The world, which is also written to ``plan.record``.
+    Call it in a single-threaded process, before starting other processes.
     """
     if plan.isolation == "off" or not plan.folder:
-        return World()
+        return
     Path(plan.folder).mkdir(parents=True, exist_ok=True)
     points = mount_points()
     named = [*plan.passed, *_caches(environ), *filter(os.path.isdir, _PIPES)]
@@ -177,7 +176,6 @@ def enter_world(plan: WorldPlan, *, cwd: str, arguments: Sequence[str], environ:
     if plan.prepared:
         _restore_apart(world, plan)
         os.chdir(cwd)
-    return world
 
 
 def _restore_apart(world: World, plan: WorldPlan) -> None:
