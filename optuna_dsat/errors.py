@@ -96,14 +96,16 @@ class UnreadableStudyError(DsatError):
     """What is stored of a study is not what this version reads: mostly as a newer one wrote it.
 
     Attributes:
-        reason: What cannot be read.
+        name: The study.
+        reason: What cannot be read, and the version that created the study if known.
     """
 
     exit_code = 5
 
-    def __init__(self, message: str, *, reason: str) -> None:
-        super().__init__(message)
-        self.reason = reason
+    def __init__(self, name: str, reason: str) -> None:
+        why = "A newer version may have written it, or it was altered."
+        super().__init__(f"The study {name!r} cannot be read: {reason}. {why}")
+        self.name, self.reason = name, reason
 
 
 class StorageError(DsatError):

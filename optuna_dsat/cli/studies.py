@@ -53,12 +53,12 @@ def read_study(storage: str, name: str | None) -> StoredStudy:
 def studies(storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
     """List the studies in a database."""
     from optuna_dsat.store import Store
-    from optuna_dsat.study.stored import StoredStudy, UnreadableStudy, readable_studies
+    from optuna_dsat.study.stored import StoredStudy, readable_studies
     from optuna_dsat.words import date_in_words
 
     with Store.open(storage, create=False) as store:
         result = list(readable_studies(store))
-    unreadable = [study for study in result if isinstance(study, UnreadableStudy)]
+    unreadable = [study for study in result if isinstance(study, UnreadableStudyError)]
     readable = [study for study in result if isinstance(study, StoredStudy)]
     rows = [
         {
@@ -74,7 +74,7 @@ def studies(storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
         for study in readable
     ]
     if as_json:
-        rows += [{"study": study.record.name, "unreadable": study.reason} for study in unreadable]
+        rows += [{"study": study.name, "unreadable": study.reason} for study in unreadable]
         print(json.dumps(rows, indent=2))
     else:
         shown = [{**row, **_result(study)[1]} for row, study in zip(rows, readable, strict=True)]
@@ -84,7 +84,7 @@ def studies(storage: Storage = DEFAULT_STORAGE, as_json: Json = False) -> None:
         elif not unreadable:
             say_prose("There is no study in this database.")
         for item in unreadable:
-            say_prose(f"{item.record.name} cannot be read: {item.reason}.")
+            say_prose(f"{item.name} cannot be read: {item.reason}.")
 
 
 def _result(study: StoredStudy) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -49,9 +49,7 @@ def reading(name: str, what: str, versions: Mapping[str, str]) -> Iterator[None]
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, ConfigError) as error:
         made = versions.get("optuna-dsat")
         by = f" (made by optuna-dsat {made})" if made else ""
-        reason = f"{what}: {_reason(error)}{by}"
-        why = "A newer version may have written it, or it was altered."
-        raise UnreadableStudyError(f"The study {name!r} cannot be read: {reason}. {why}", reason=reason) from error
+        raise UnreadableStudyError(name, f"{what}: {_reason(error)}{by}") from error
 
 
 def _reason(error: Exception) -> str:
@@ -63,15 +61,6 @@ def _reason(error: Exception) -> str:
         return f"{error} is not known or missing"[:_REASON_CHARS]
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0].rstrip(".")[:_REASON_CHARS]
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnreadableStudy:
-    """A study that this version cannot read."""
-
-    record: StudyRecord
-    reason: str
-    """The unreadable value, and the version that created the study if known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -411,14 +400,14 @@ def read_launches(store: Store, record: StudyRecord) -> tuple[StoredLaunch, ...]
         return tuple(store.launches(record.uuid))
 
 
-def readable_studies(store: Store) -> Iterator[StoredStudy | UnreadableStudy]:
-    """Yield the studies of a database, the earliest first; unreadable studies as ``UnreadableStudy``."""
+def readable_studies(store: Store) -> Iterator[StoredStudy | UnreadableStudyError]:
+    """Yield the studies of a database, the earliest first; for a study that cannot be read, its error."""
     for record in store.list_studies():
         try:
             study = read_stored(store, record.name)
             read_launches(store, record)
         except UnreadableStudyError as error:
-            yield UnreadableStudy(record=record, reason=error.reason)
+            yield error
         except UsageError:  # deleted since
             continue
         else:
