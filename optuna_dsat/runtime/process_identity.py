@@ -1,8 +1,9 @@
-"""Identity of a process: the scope of its process number, the number, and its start time."""
+"""Identity of a process: the scope of its process number, the number, its start time, and its command."""
 
 from __future__ import annotations
 
 import functools
+import os
 import socket
 from pathlib import Path
 
@@ -33,3 +34,12 @@ def start_ticks(pid: int) -> int | None:
     """Return a process's start time in clock ticks since boot; None if it has ended (also for zombies)."""
     fields = stat_fields(pid)
     return None if not fields or fields[0] in ("Z", "X") else int(fields[START_TIME_FIELD])
+
+
+def read_command(pid: int) -> list[str]:
+    """Return the command line of a process; empty if it is gone or has none."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return []
+    return [os.fsdecode(word) for word in words if word]

@@ -107,8 +107,8 @@ def kernel_oom_kills() -> int | None:
 
     Counted for this control group (``memory.events`` of version 2), else for the machine (``/proc/vmstat``).
     """
-    *_, own = (folder for controller, folder in control_groups("memory") if not controller)
-    for path in (own / "memory.events", Path("/proc/vmstat")):
+    *_, group = (folder for controller, folder in control_groups("memory") if not controller)
+    for path in (group / "memory.events", Path("/proc/vmstat")):
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except OSError:

@@ -19,10 +19,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from optuna_dsat.runtime.agent.processes import read_command
 from optuna_dsat.runtime.files import file_system
 from optuna_dsat.runtime.imports import patch
-from optuna_dsat.runtime.process_identity import process_space, start_ticks
+from optuna_dsat.runtime.process_identity import process_space, read_command, start_ticks
 
 SHARED_MEMORY = Path("/dev/shm")
 

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from optuna_dsat.runtime.process_identity import start_ticks, stat_fields
+from optuna_dsat.runtime.process_identity import read_command, start_ticks, stat_fields
 
 MARK_ENV = "OPTUNA_DSAT_LAUNCH_ID"
 """Environment variable that marks every process of a launch:
@@ -51,15 +51,6 @@ class ProcessKey:
     def alive(self) -> bool:
         """Whether the process is still running."""
         return ProcessKey.of(self.pid) == self
-
-
-def read_command(pid: int) -> list[str]:
-    """Return the command line of a process; empty if it is gone or has none."""
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return []
-    return [os.fsdecode(word) for word in words if word]
 
 
 def take_mark(mark: str) -> None:
