@@ -39,24 +39,14 @@ class Rungs:
         return self.min_launches * int(self.divisor ** (self.early_stopping + rung))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rung:
-    """Completed and promoted lineages of a rung."""
-
-    completed: tuple[str, ...]
-    """Keys of the lineages that completed it, best first."""
-    promoted: frozenset[str]
-    """Keys of the promoted lineages: the best ``1 / divisor``, and lineages overtaken after their promotion."""
-
-
 def build_rungs(
     lineages: Mapping[str, Lineage],
     *,
     rungs: Rungs,
     direction: StudyDirection,
     ended: frozenset[str] = frozenset(),
-) -> list[Rung]:
-    """Return the rungs, from the lowest.
+) -> list[frozenset[str]]:
+    """Return the keys of the lineages promoted from each rung, from the lowest.
 
     A lineage completes a rung when it has the launches of the rung, or when its search ended with fewer. It is
     ranked by its best metric within the launches of the rung, so a longer search is not an advantage. A lineage
@@ -68,12 +58,10 @@ def build_rungs(
         size = rungs.size(index)
         completed = [key for key in remaining if len(lineages[key].conclusive) >= size or key in ended]
         scores = {key: lineages[key].best_score(direction, first=size) for key in completed}
-        ranked = survivors(scores, keep=len(completed), direction=direction)
         top = survivors(scores, keep=len(completed) // rungs.divisor, direction=direction)
         already_promoted = [key for key in completed if len(lineages[key].conclusive) > size]
         promoted = frozenset([*top, *already_promoted]) if index < rungs.max_rungs - 1 else frozenset[str]()
-        unranked = [key for key in completed if scores[key] is None]
-        result.append(Rung(completed=(*ranked, *unranked), promoted=promoted))
+        result.append(promoted)
         remaining = [key for key in remaining if key in promoted]
     return result
 
@@ -172,7 +160,7 @@ class AshaPruner(BasePruner):
         continuing = []
         for key, lineage in lineages.items():
             done = len(lineage.conclusive)
-            rung = next((k for k, r in enumerate(rungs) if key not in r.promoted), 0) if key in started else 0
+            rung = next((k for k, r in enumerate(rungs) if key not in r), 0) if key in started else 0
             if key not in over and done < self._rungs.size(rung):
                 continuing.append((-rung, -done, lineage.first_number, key))
         return [key for *_, key in sorted(continuing)]

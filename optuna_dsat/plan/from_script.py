@@ -45,7 +45,7 @@ def plan_script(
     """
     mark = fingerprint(spec, device_names=device_names)
     stored, origin = store.find_profile(mark), "measured before"
-    profiled = None if stored is None else Profiled.if_readable(stored.profile)
+    profiled = None if stored is None else Profiled.if_readable(stored)
     if profiled is None:
         with launcher() as opened:
             wait = SlotWait(opened.holders, slots=spec.slots_per_trial, limit_s=spec.wait_for_gpus, on_notice=on_notice)

@@ -48,8 +48,6 @@ class LaunchPlan:
     """Merged into the config that the script passes to ``deepspeed.initialize``; None removes a key."""
     batch_source: Mapping[str, Any] = field(default_factory=dict)
     """Source of the script's batch size, unless it is an option: ``follow`` of ``runtime/adapt/batch_sources.py``."""
-    start_profile_step: int = 3
-    """First measured global step, counted from 1."""
     end_profile_step: int = 5
     """Last measured global step; every rank exits after it. Steps that the loss scaler skips do not count."""
     device_memory_bytes: int | None = None

@@ -10,14 +10,13 @@ May import ``launch`` (for its reports), ``trials`` and ``runtime``; used by ``s
 
 from optuna_dsat.store.leases import Turn, TurnLostError
 from optuna_dsat.store.migrate import has_our_tables, refuse_others_database
-from optuna_dsat.store.registry import StoredLaunch, StoredProfile, StudyRecord
+from optuna_dsat.store.registry import StoredLaunch, StudyRecord
 from optuna_dsat.store.store import Store, load_study
 from optuna_dsat.store.urls import database_exists, display_url, parse_url
 
 __all__ = [
     "Store",
     "StoredLaunch",
-    "StoredProfile",
     "StudyRecord",
     "Turn",
     "TurnLostError",

@@ -228,33 +228,18 @@ class StoredLaunch:
     """0 for the first launch of a configuration."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StoredProfile:
-    """A profile and its origin."""
-
-    fingerprint: str
-    """Key of script, arguments, config outside the knobs, hardware and versions; at most 255 characters."""
-    profile: Mapping[str, Any]
-    study_uuid: str
-    """The study that measured it, which may have been deleted."""
-    created_at: float
-    """Unix time."""
-
-
 class Measurements:
     """Stores and reads profiles, launches and steps: this part of a store."""
 
     _database: Database
 
-    def find_profile(self, fingerprint: str) -> StoredProfile | None:
-        """Return the profile with this fingerprint, of any study, or None."""
-        names = [field_.name for field_ in fields(StoredProfile)]
+    def find_profile(self, fingerprint: str) -> Mapping[str, Any] | None:
+        """Return the profile with this fingerprint, of any study, or None.
 
-        def read(session: Session) -> StoredProfile | None:
-            row = session.get(ProfileRow, fingerprint)
-            return None if row is None else StoredProfile(**{name: getattr(row, name) for name in names})
-
-        return self._database.run(read, read_only=True)
+        A fingerprint is the key of script, arguments, config outside the knobs, hardware and versions.
+        """
+        query = select(ProfileRow.profile).where(ProfileRow.fingerprint == fingerprint)
+        return self._database.run(lambda session: session.scalar(query), read_only=True)
 
     def save_profile(self, fingerprint: str, profile: Mapping[str, Any], *, study_uuid: str) -> None:
         """Store the result of a profile launch; replaces a profile with the same fingerprint."""

@@ -78,7 +78,6 @@ class SearchStarted(ProgressEvent):
 
     study: str
     metric: str
-    maximize: bool
     max_trials: int
     launched: int
     """Launches of earlier runs of this study."""

@@ -416,4 +416,4 @@ def readable_studies(store: Store) -> Iterator[StoredStudy | UnreadableStudyErro
 
 def _profiled(store: Store, fingerprint: str | None) -> Profiled | None:
     stored = None if fingerprint is None else store.find_profile(fingerprint)
-    return None if stored is None else Profiled.from_json(stored.profile)
+    return None if stored is None else Profiled.from_json(stored)

@@ -124,11 +124,6 @@ class Lineage:
     """Name of the micro-batch parameter."""
 
     @cached_property
-    def launches(self) -> tuple[FrozenTrial, ...]:
-        """Finished trials that were not vetoed, by number."""
-        return tuple(t for t in self.trials if t.state.is_finished() and not t.user_attrs.get(VETOED))
-
-    @cached_property
     def feasibilities(self) -> tuple[Feasibility, ...]:
         """Feasibility shown by each of ``trials``."""
         return tuple(map(feasibility, self.trials))

@@ -35,7 +35,7 @@ COLOUR = re.compile(r"\x1b\[[0-9;]*3[0-9]m|\x1b\[[0-9;]*9[0-7]m")
 
 
 def search(**changes: object) -> progress.SearchStarted:
-    values = {"study": "s", "metric": "throughput", "maximize": True, "max_trials": 10, "launched": 0}
+    values = {"study": "s", "metric": "throughput", "max_trials": 10, "launched": 0}
     return progress.SearchStarted(**{**values, **changes})  # type: ignore[arg-type]
 
 

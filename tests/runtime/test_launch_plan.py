@@ -149,7 +149,7 @@ def test_a_line_cut_short_does_not_spoil_the_next(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize(("own", "allowed"), [(2, 5 + MOST_SKIPPED_STEPS), (1000, 1000)])
 def test_trainers_may_run_on_for_steps_that_are_skipped(own: int, allowed: int) -> None:
-    described = plan_of(start_profile_step=3, end_profile_step=5)
+    described = plan_of(end_profile_step=5)
     arguments = SimpleNamespace(lr_scheduler_type="linear", max_steps=own, num_train_epochs=1.0)
     HuggingFaceHook(plan=described, rank=rank_of(), write=print)._disable_evaluation_and_saving(arguments)
     assert arguments.max_steps == allowed

@@ -99,6 +99,4 @@ def test_a_full_disk_is_a_clear_error_and_leaves_the_study_whole(sqlite_url: str
         engine.dispose()
         assert store.find_profile("fingerprint") is None
         store.save_profile("fingerprint", {"text": "x" * 200_000}, study_uuid=record.uuid)
-        result = store.find_profile("fingerprint")
-        assert result is not None
-        assert result.study_uuid == record.uuid
+        assert store.find_profile("fingerprint") is not None

@@ -131,7 +131,6 @@ class NodeAgent:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._node = node
-        self._name = name
         self._environ = dict(os.environ if environ is None else environ)
         self._clock = clock
         self._heard = clock()

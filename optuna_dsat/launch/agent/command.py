@@ -291,7 +291,6 @@ def _plan(request: LaunchRequest, directory: RunDirectory) -> LaunchPlan:
         world=_world(request, directory),
         overlay=dict(request.overlay),
         batch_source=dict(request.command.batch_source),
-        start_profile_step=request.start_profile_step,
         end_profile_step=request.end_profile_step,
         device_memory_bytes=request.device_memory_bytes,
         continues=request.continues,

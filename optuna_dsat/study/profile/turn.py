@@ -20,7 +20,7 @@ from optuna_dsat.runtime.agent.operators import is_built
 from optuna_dsat.runtime.agent.preload import Preload
 from optuna_dsat.runtime.events import EngineReady
 from optuna_dsat.runtime.overlay import growing_samples
-from optuna_dsat.store import StoredProfile, Turn, TurnLostError
+from optuna_dsat.store import Turn, TurnLostError
 from optuna_dsat.study.confirm.loss_check import check_loss
 from optuna_dsat.study.context import StudyContext
 from optuna_dsat.study.profile.host import measured_nvme, saving_in_words
@@ -130,7 +130,7 @@ class ProfileTurn:
         while True:
             with self._store.profile_turn(self._context.study_uuid) as turn:
                 stored = self._stored() if self._reuse or waiting else None
-                profiled = None if stored is None else Profiled.if_readable(stored.profile)
+                profiled = None if stored is None else Profiled.if_readable(stored)
                 if profiled is not None and not (self._is_to_compare(profiled) or self._is_to_time(profiled)):
                     return profiled, True
                 if turn is not None:
@@ -152,7 +152,7 @@ class ProfileTurn:
                 self._context.say("Another worker measures the profile; waiting for it.")
             time.sleep(_WAIT_S)
 
-    def _stored(self) -> StoredProfile | None:
+    def _stored(self) -> Mapping[str, Any] | None:
         """Return the profile with which the study's trials were planned; without trials, its fingerprint's profile."""
         previous = attributes_of(self._store, self._spec.name).get(attributes.FINGERPRINT)
         compared = self.fingerprint + _COMPARED

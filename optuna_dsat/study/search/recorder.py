@@ -56,7 +56,6 @@ class TrialRecorder:
             SearchStarted(
                 study=spec.name,
                 metric=self._metric,
-                maximize=self._maximize,
                 max_trials=spec.max_trials,
                 launched=attributes.launches_used(trials),
                 side_by_side=max(1, min(spec.max_concurrent_trials, slots // spec.slots_per_trial)),
