@@ -68,8 +68,6 @@ class KnobRow:
     where: str
     """Description of the condition."""
     choices: tuple[Any, ...]
-    used_by: str
-    """Place in DeepSpeed that uses it."""
     is_range: bool = False
     """Whether ``choices`` are the ends of a range."""
 
@@ -353,14 +351,11 @@ class SearchSpace:
                     role="without effect" if tuned is None else tuned.role.value,
                     where=knob.where,
                     choices=() if tuned is None else tuned.choices,
-                    used_by=knob.used_by,
                 )
             )
         micro = KnobRow(
             knob=MICRO_BATCH, role=Role.PARAMETER.value, where="always",
             choices=self.micro_batch_values or self.micro_batches,
-            used_by="The samples of one forward pass. "
-            + ("" if self.micro_batch_values else "Choices are the smallest and the largest."),
             is_range=not self.micro_batch_values,
         )  # fmt: skip
         return [*rows, micro]

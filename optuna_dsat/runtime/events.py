@@ -47,7 +47,6 @@ class RankStarted(Event, kind="rank_started"):
     local_rank: int
     world_size: int
     pid: int
-    host: str
     forked: bool = False
     """Whether the process was forked with torch and DeepSpeed already imported, rather than started by torchrun."""
     isolation: str = "off"

@@ -214,7 +214,6 @@ class _RankProcess:
                 local_rank=rank.local_rank,
                 world_size=rank.world_size,
                 pid=os.getpid(),
-                host=rank.host,
                 forked=self._forked,
                 isolation=self._world.mode,
                 isolation_note=self._world.reason,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -123,7 +122,6 @@ class GroupRank:
 class Rank(GroupRank):
     """A process of a launch."""
 
-    host: str
     launch_path: str
     """Path of ``launch.json``."""
     can_compile: bool
@@ -144,7 +142,6 @@ class Rank(GroupRank):
             )
         return cls(
             **vars(GroupRank.from_environment(env)),
-            host=socket.gethostname(),
             launch_path=env[LAUNCH_ENV],
             can_compile=can_compile(env),
         )

@@ -116,7 +116,7 @@ class FakeEngine:
         name, ahead = request["launch_id"], self.clock_ahead_s
         size = request["ds_config"]["train_micro_batch_size_per_gpu"]
         self._write(place, node, name, RankStarted(
-            rank=node, time=time.time() + ahead, local_rank=0, world_size=2, pid=1, host="h", forked=False,
+            rank=node, time=time.time() + ahead, local_rank=0, world_size=2, pid=1, forked=False,
         ))  # fmt: skip
         if self.holds:
             return

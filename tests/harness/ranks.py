@@ -47,7 +47,7 @@ def plan_of(**changes: Any) -> LaunchPlan:
 def rank_of(world_size: int = 1, number: int = 0) -> Rank:
     """Return a rank of a launch on this host."""
     numbers = {"rank": number, "local_rank": number, "world_size": world_size, "local_world_size": world_size}
-    return Rank(**numbers, host="here", launch_path="launch.json", can_compile=False)
+    return Rank(**numbers, launch_path="launch.json", can_compile=False)
 
 
 @dataclass(frozen=True, kw_only=True)

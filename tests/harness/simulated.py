@@ -401,7 +401,7 @@ class _RankTimeline:
 
     def _started(self, rank: int) -> RankStarted:
         slots = self._request.slots
-        return RankStarted(rank=rank, time=0.0, local_rank=rank, world_size=slots, pid=0, host="simulated")
+        return RankStarted(rank=rank, time=0.0, local_rank=rank, world_size=slots, pid=0)
 
     def _ready(self, rank: int) -> EngineReady:
         slots = self._request.slots

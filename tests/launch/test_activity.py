@@ -142,7 +142,7 @@ class SilentRankBench:
         self.agent = subprocess.Popen(["/bin/sh", "-c", '/bin/sh -c "$RANK_SCRIPT" & wait'], env=environ)
         self.rank = child_of(self.agent.pid)
         self.launch = followed(folder, self.agent, self.mark, stall_s=stall_s, timeout_s=timeout_s)
-        self.write(RankStarted(rank=0, time=1.0, local_rank=0, world_size=1, pid=self.rank.pid, host="h"))
+        self.write(RankStarted(rank=0, time=1.0, local_rank=0, world_size=1, pid=self.rank.pid))
 
     def write(self, event: Event) -> None:
         with self.launch.directory.events(0).open("a", encoding="utf-8") as file:

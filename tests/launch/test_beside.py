@@ -257,7 +257,7 @@ def test_a_launch_knows_what_went_on_beside_it(machine: Machine, tmp_path: Path)
     launch = followed(tmp_path, agent, mark, pool=machine.pool(), end_profile_step=4)
     try:
         writer = EventWriter(launch.directory.events(0))
-        writer.write(RankStarted(rank=0, time=1.0, local_rank=0, world_size=1, pid=agent.pid, host="h"))
+        writer.write(RankStarted(rank=0, time=1.0, local_rank=0, world_size=1, pid=agent.pid))
         for number in (1, 2, 3, 4):
             writer.write(step_of(step=number))
             launch.advance(time.monotonic())

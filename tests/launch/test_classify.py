@@ -29,7 +29,7 @@ ENOUGH = Verdict(outcome=Outcome.MEASURED, message="measured to step 4: the step
 
 
 def started(rank: int) -> RankStarted:
-    return RankStarted(rank=rank, time=1.0, local_rank=rank, world_size=2, pid=100 + rank, host="here")
+    return RankStarted(rank=rank, time=1.0, local_rank=rank, world_size=2, pid=100 + rank)
 
 
 def ready(rank: int) -> EngineReady:

@@ -44,7 +44,7 @@ def test_a_launch_takes_what_it_took(launch: Launch, monkeypatch: pytest.MonkeyP
         at = launch.started_unix + second + (by_s if number > after else 0.0)
         events: list[Event] = [step_of(step=number, time=at, latency_s=0.1)]
         if number == 1:
-            events = [RankStarted(rank=0, time=at, local_rank=0, world_size=1, pid=os.getpid(), host="h"), *events]
+            events = [RankStarted(rank=0, time=at, local_rank=0, world_size=1, pid=os.getpid()), *events]
         for event in events:
             written.write(event)
         read += launch.advance(begun + second)

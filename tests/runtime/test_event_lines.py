@@ -112,7 +112,7 @@ def test_an_error_that_cannot_say_itself_is_an_error_of_the_script() -> None:
 
 def test_lines_without_an_event_are_skipped(tmp_path: Path) -> None:
     directory = RunDirectory.create(tmp_path, "trial-0000")
-    started = RankStarted(rank=0, time=1.0, local_rank=0, world_size=1, pid=1, host="h")
+    started = RankStarted(rank=0, time=1.0, local_rank=0, world_size=1, pid=1)
     end = RankFinished(rank=0, time=3.0, reason="profile_done", steps=1)
     foreign = changed(STEP, rank=7)
     lines = [

@@ -109,7 +109,7 @@ def test_launches_and_steps_come_back_as_they_were(store: Store) -> None:
     record = store.create_study("llama", SPEC)
     for _ in range(2):  # the second write simulates a lost acknowledgement
         store.record_launch(record.uuid, report(), trial_number=None, purpose="profile", attempt=1)
-        started = RankStarted(rank=0, time=1.0, local_rank=0, world_size=2, pid=1, host="node")
+        started = RankStarted(rank=0, time=1.0, local_rank=0, world_size=2, pid=1)
         events = [started, step(1, 2), step(0, 2, loss=float("nan")), step(0, 1)]
         store.record_steps(record.uuid, "trial-0000", events)
     (launch,) = store.launches(record.uuid)
