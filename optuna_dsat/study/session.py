@@ -96,9 +96,10 @@ class Session:
         """Return the study with its profile; from then on the spec follows the script's trainer."""
         refused = refused_knobs(self.spec, None)
         self._context.say(refused_in_words(refused))
+        names = tuple(device.name for device in self._request.devices.devices)
         turn = ProfileTurn(
             self._context,
-            fingerprint=fingerprint(self.spec, device_names=self._request.device_names),
+            fingerprint=fingerprint(self.spec, device_names=names),
             reuse=self._request.reuse_profile,
             compare_zero=self._request.check_loss,
         )

@@ -281,8 +281,3 @@ class StudyRequest:
     """Whether ``spec`` is the stored one with this machine's paths: it is neither compared nor stored."""
     callbacks: Sequence[Callable[[optuna.Study, optuna.trial.FrozenTrial], None]] = ()
     """Called after each launched trial, as the callbacks of ``optuna.Study.optimize``."""
-
-    @property
-    def device_names(self) -> tuple[str, ...]:
-        """Name of each device, for the profile's fingerprint."""
-        return tuple(device.name for device in self.devices.devices)

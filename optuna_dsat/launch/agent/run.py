@@ -17,13 +17,13 @@ from typing import Any
 
 from optuna_dsat.launch.agent.command import prepare_launch, start_torchrun, write_run_directory
 from optuna_dsat.launch.agent.files import LaunchFiles
-from optuna_dsat.launch.machine.host import BesideWatch, ProcessUsage
+from optuna_dsat.launch.machine.host import BesideWatch, ProcessUsage, read_usage
 from optuna_dsat.launch.machine.journal import remove_noted
 from optuna_dsat.launch.machine.operators import remove_stale_locks
 from optuna_dsat.launch.machine.processes import kernel_oom_kills, new_mark
 from optuna_dsat.launch.machine.shared_memory import free_shared_bytes
 from optuna_dsat.launch.machine.slots import SlotLease, SlotPool
-from optuna_dsat.launch.machine.tree import AgentHandle, ProcessTree, end_launch
+from optuna_dsat.launch.machine.tree import AgentHandle, ProcessTree, end_launch, read_exit_codes
 from optuna_dsat.launch.protocol import Conditions, EndFacts, LaunchRequest, Rendezvous
 from optuna_dsat.launch.run_directory import PreparedLaunch, RunDirectory, readable_errors
 from optuna_dsat.launch.stacks import request_stacks
@@ -169,7 +169,7 @@ class MachineLaunch:
 
     def usage(self) -> dict[ProcessKey, ProcessUsage]:
         """Return the resources used by the ranks and all their descendants."""
-        return self._tree.usage()
+        return read_usage(self._tree.descendants() | self._tree.ranks)
 
     def ask_for_stacks(self) -> Collection[int]:
         """Have the ranks write their stacks to their logs; return the ranks seen so far."""
@@ -199,7 +199,7 @@ class MachineLaunch:
         before, after = self.started.oom_kills_before, kernel_oom_kills()
         killed = self.code is None and self.pid in self._tree.killed
         return EndFacts(
-            exit_codes=self._tree.exit_codes(self._directory.agent_record),
+            exit_codes=read_exit_codes(self._directory.agent_record, without=self._tree.killed),
             agent_exit_code=None if killed else self.started.agent.returncode,
             oom_kills=None if before is None or after is None else after - before,
             shared_memory_free=free_shared_bytes(),

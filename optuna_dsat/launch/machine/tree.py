@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from optuna_dsat.launch.machine.host import ProcessUsage, read_usage
 from optuna_dsat.launch.machine.processes import end_with_descendants, find_marked, has_mark, refuse_survivors
 from optuna_dsat.launch.machine.shared_memory import SharedMemoryWatch
 from optuna_dsat.runtime.adapt.journal import note
@@ -175,14 +174,6 @@ class ProcessTree:
         """Update its processes and their files in shared memory; ``now`` is monotonic."""
         self._known |= {*self._orphans.check(now)}
         self._shared_memory.check(now)
-
-    def usage(self) -> dict[ProcessKey, ProcessUsage]:
-        """Return the resource usage of the ranks and all descendants of torchrun."""
-        return read_usage(self.descendants() | self.ranks)
-
-    def exit_codes(self, record: Path) -> dict[int, int]:
-        """Return rank -> exit code of ranks that failed according to torchrun, except for ranks killed here."""
-        return read_exit_codes(record, without=self.killed)
 
     def add_rank(self, rank: int, pid: int) -> None:
         """Record the process of a rank if it lives and belongs to this launch: a script could report any PID."""

@@ -221,7 +221,7 @@ class Cluster:
             append_log(launch.directory, message)
         else:
             remote.note(news.node, message)
-        if kind == "started" and remote.started:
+        if kind == "started" and len(remote.forked) == self._layout.nodes:
             launch.started, launch.started_unix = time.monotonic(), news.time
             launch.command = remote.command
             launch.preloaded = self._forking.preload if all(remote.forked.values()) else None

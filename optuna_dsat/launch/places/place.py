@@ -288,11 +288,6 @@ class RemoteLaunch:
         return ", ".join(self.place.node_names)
 
     @property
-    def started(self) -> bool:
-        """Whether all nodes have started their ranks."""
-        return len(self.forked) == self._nodes
-
-    @property
     def ranks(self) -> set[ProcessKey]:
         """The ranks among ``usage``."""
         return set().union(*self._rank_keys.values())
