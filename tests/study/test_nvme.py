@@ -25,7 +25,7 @@ from tests.harness.simulated import SimulatedLauncher, SimulatedProfile, Simulat
 from tests.harness.small_model import PROFILE, profiled_of
 from tests.harness.studies import USER_CONFIG, StudyBench
 
-SPEED = Speed(write_bytes_per_s=1e9, read_bytes_per_s=3e9, direct=True)
+SPEED = Speed(write_bytes_per_s=1e9, read_bytes_per_s=3e9, size_bytes=1, direct=True)
 
 
 @dataclass

@@ -40,6 +40,8 @@ class Speed:
 
     write_bytes_per_s: float
     read_bytes_per_s: float
+    size_bytes: int
+    """Bytes written and read."""
     direct: bool
     """Whether the page cache was bypassed; otherwise reads may have come from memory."""
 
@@ -75,7 +77,7 @@ def measure(folder: Path, *, size_bytes: int = SIZE_BYTES) -> Speed:
     finally:
         os.close(file)
     total = blocks * _BLOCK_BYTES
-    return Speed(write_bytes_per_s=total / write_s, read_bytes_per_s=total / read_s, direct=direct)
+    return Speed(write_bytes_per_s=total / write_s, read_bytes_per_s=total / read_s, size_bytes=total, direct=direct)
 
 
 def _open(name: str) -> tuple[int, bool]:
