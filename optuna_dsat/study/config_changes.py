@@ -34,9 +34,14 @@ class Change:
     """The best config's value as JSON; empty if it is not set."""
 
 
+_STAGE = f"{ds_config.ZERO}.stage"
+
+
 def config_changes(user: Mapping[str, Any], best: Mapping[str, Any]) -> tuple[Change, ...]:
-    """Return every key whose value differs, sorted: changed, added and dropped keys."""
+    """Return every key whose value differs, sorted: changed, added and dropped keys. No ZeRO stage is stage 0."""
     before, after = shown_settings(user), shown_settings(best)
+    if after.get(_STAGE) == "0":
+        before.setdefault(_STAGE, "0")
     return tuple(
         Change(key=key, own=before.get(key, ""), best=after.get(key, ""))
         for key in sorted(before.keys() | after.keys())

@@ -60,6 +60,7 @@ def test_each_key_is_kept_changed_added_or_dropped() -> None:
         'Dropped: zero_optimization.offload_param.device "cpu".'
     )
     assert changes_in_words(config_changes(OWN, OWN)) == ""
+    assert config_changes({}, {"zero_optimization": {"stage": 0}}) == ()  # the exported config names the stage
 
 
 def test_a_result_accounts_for_every_key_of_the_users_config(bench: StudyBench) -> None:
