@@ -442,7 +442,8 @@ class DeepSpeedHook:
         if self._meter is None or self._memory is None:
             raise NotLiveError("no engine is measured")
         accumulation = self._config.accumulation
-        self._plan, self._config = plan, TrialConfig(plan, world_size=self._rank.world_size)
+        self._plan = plan
+        self._config.take_on(plan)
         change_settings(self._engine, plan.changes)
         self._state.restart()
         self._memory.restart()

@@ -135,6 +135,11 @@ class TrialConfig:
         self._launch = _read(plan.config_path)
         self._given: set[int] = set()
 
+    def take_on(self, plan: LaunchPlan) -> None:
+        """Continue with another trial's launch, in the running engine."""
+        self._given -= {self.micro_batch}
+        self._plan, self._launch = plan, _read(plan.config_path)
+
     def apply_overlay(self, config: Any, *, client_optimizer: object | None = None) -> dict[str, Any]:
         """Return a config with the overlay applied; in measured launches monitors are off and samples do not grow.
 

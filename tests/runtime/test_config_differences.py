@@ -312,6 +312,20 @@ def test_a_copy_in_the_folder_of_an_earlier_run_is_the_launchs_config_too(files:
         assert Path("other/kept.json").read_text() == "changed"
 
 
+def test_a_further_trial_has_its_own_config_though_that_equals_the_users(tmp_path: Path) -> None:
+    """The baseline had the profile launch's, and was measured at its accumulation where the script sets that."""
+    user, *launches = (str(tmp_path / name) for name in ("ds.json", "profile/ds_config.json", "trial-0/ds_config.json"))
+    for path, size in ((user, 4), (launches[0], 1), (launches[1], 4)):
+        Path(path).parent.mkdir(exist_ok=True)
+        content = {"train_micro_batch_size_per_gpu": size, "gradient_accumulation_steps": size}
+        Path(path).write_text(json.dumps(content))
+    profile, trial = (plan_of(config_path=path, user_config_path=user) for path in launches)
+    config = TrialConfig(profile, world_size=2)
+    with reads_redirected(user_config=user, config=profile.config_path):
+        config.take_on(trial)
+    assert (config.micro_batch, config.accumulation, config.micro_batches) == (4, 4, {4})
+
+
 def test_other_files_descriptors_and_writing_are_left_alone(files: Path) -> None:
     with reads_redirected(user_config=str(files / "ds.json"), config=str(files / "trial.json")):
         assert Path("other/ds.json").read_text() == "other"

@@ -193,20 +193,23 @@ def reads_redirected(
 ) -> Iterator[None]:
     """Return a context in which opening the user's config for reading opens ``config``, that of the launch.
 
-    So does opening a copy, as in the folder of an earlier run, with which some scripts compare their config. Covers
-    ``open``, ``io.open`` and ``pathlib``. Whenever either file is opened for reading, ``on_read`` is called: with True
-    if by the launch's path, which scripts get as an argument, and with False if by the user's path.
+    So does opening a copy, as in the folder of an earlier run, with which some scripts compare their config. The config
+    of another launch of the study is not a copy. Covers ``open``, ``io.open`` and ``pathlib``. Whenever either file is
+    opened for reading, ``on_read`` is called: with True if by the launch's path, which scripts get as an argument, and
+    with False if by the user's path.
     """
     if not user_config:
         yield
         return
     real = io.open
-    name, own_name = Path(user_config).name, Path(config).name
+    name, own_name, launches = Path(user_config).name, Path(config).name, Path(config).parent.parent
     content, suffix, checks = _content(user_config, real), Path(name).suffix, iter(range(_MOST_FILES))
 
     def is_copy(path: str | os.PathLike[str]) -> bool:
         text = os.fspath(path)
         is_like = content and suffix and isinstance(text, str) and text.endswith(suffix)
+        if is_like and Path(text).name == own_name and Path(text).parent.parent == launches:
+            return False
         return bool(
             is_like and next(checks, None) is not None and Path(text).is_file() and _content(text, real) == content
         )
