@@ -152,16 +152,17 @@ def test_a_script_that_accumulates_by_itself_ends_a_step_with_every_step() -> No
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward", "step"])
-def test_where_it_failed_is_known(phase: str) -> None:
+def test_where_it_failed_is_known_and_failed_passes_fed_nothing(phase: str) -> None:
     bench = MeterBench(Engine)
     assert bench.state.phase == "between"
     bench.engine.failing = phase
     with pytest.raises(RuntimeError, match=phase):
-        bench.micro_step()
+        bench.micro_step(torch.ones(8, 2))
     assert bench.state.phase == phase
     bench.engine.failing = ""
     bench.micro_step()
     assert bench.state.phase == "between"
+    assert bench.steps[0].observed_micro_batch == (8 if phase == "step" else 4)
 
 
 def test_a_pipeline_is_measured_by_whole_batches() -> None:

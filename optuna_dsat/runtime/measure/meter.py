@@ -239,22 +239,22 @@ class Meter:
             self._note_unproven((args, kwargs))
             return self._evaluate(original, *args, **kwargs)
         args, kwargs = self._sized(args, kwargs)
-        self._step.passes += self._fed_sizes((args, kwargs))
+        fed = self._fed_sizes((args, kwargs))
         self._in_forward = True
         try:
             with self._phase("forward"):
                 output = original(*args, **kwargs)
         finally:
             self._in_forward = False
-        self._step.forward_end = self._step.spans[-1][2]
-        self._step.loss = loss_of(output)
+        self._step.passes += fed  # not of a failed pass, which the script may have caught
+        self._step.forward_end, self._step.loss = self._step.spans[-1][2], loss_of(output)
         return output
 
     def _backward(self, original: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> Any:
         self._prove_training()
+        passes, self._step.passes = self._step.passes, []
         with self._phase("backward"):
             result = original(loss, *args, **kwargs)
-        passes, self._step.passes = self._step.passes, []
         self._close_inputs(*passes)
         self._step.forward_end = None
         self._step.loss = loss_of(loss)
