@@ -70,6 +70,12 @@ OFFLOAD = {"optimizer": {"type": "AdamW"}, "zero_optimization": {"offload_optimi
         ),
         ("TypeError: forward() got an unexpected keyword argument 'labels'", AUTO, ""),
         (
+            "TypeError: OneCycle.__init__() missing 2 required positional arguments: 'cycle_min_lr' and 'cycle_max_lr'",
+            {"scheduler": {"type": "OneCycle"}},
+            ". Add scheduler.params.cycle_min_lr, scheduler.params.cycle_max_lr to the config",
+        ),
+        ("TypeError: Head.__init__() missing 1 required positional argument: 'dim'", AUTO, ""),
+        (
             "ValidationError: zero_optimization.reduce_bucket_size is '2e8': it must be a whole number",
             {},
             ". Write zero_optimization.reduce_bucket_size as a number or true or false, without quotes",

@@ -407,6 +407,7 @@ _OTHER_LAUNCHERS = re.compile(
 _OF_STRINGS = re.compile(r"""['"]auto['"]|TypeError.*'str'""")
 """Matches errors that "auto" in a config causes where nobody fills it in."""
 _UNEXPECTED = re.compile(r"got an unexpected keyword argument '(\w+)'")
+_MISSING = re.compile(r"(\w+)\.__init__\(\) missing \d+ required positional arguments?: (.*)")
 _NO_BUILD = re.compile(r"\S+: (?:command )?not found|Ninja is required|CUDA_HOME|nvcc")
 """Matches the causes of a failed build that tools on the machine remove."""
 _NO_PRECISION = re.compile(r"Type (fp16|bf16) is not supported on your device")
@@ -459,6 +460,9 @@ def _of_values(message: str, config: Mapping[str, Any]) -> str:
     if match := _UNEXPECTED.search(message):
         keys = [key for key in config if key in (f"optimizer.params.{match[1]}", f"scheduler.params.{match[1]}")]
         return f". Remove {keys[0]} from the config: what DeepSpeed builds for it does not take it" if keys else ""
+    if (match := _MISSING.search(message)) and match[1] == config.get("scheduler.type"):
+        keys = [f"scheduler.params.{name}" for name in re.findall(r"'(\w+)'", match[2])]
+        return f". Add {', '.join(keys)} to the config"
     if _OF_SCALARS in message:
         return ". DeepSpeed rejects the model: a parameter is a scalar. Give it a dimension, such as torch.ones(1)"
     if _NO_CPU_OPERATOR in message:
