@@ -389,15 +389,10 @@ class LaunchRecord:
                 return None if merged.skipped else merged
         return None
 
-    def data_at_most(self, batch: int) -> int:
-        """Return an upper bound on the samples per rank in the script's data, for a script that ended normally.
-
-        If the last step had fewer samples than ``batch``, the configured samples per global step and rank, the data
-        were used up; otherwise less than a further step was left.
-        """
+    def data_seen(self, batch: int) -> int:
+        """Return the samples per rank of all steps; without a step less than ``batch``, those of a step and rank."""
         ranks = self.world_size if self.engine is None else self.engine.data_parallel_size
-        seen = [step.samples / ranks for step in self.boundaries]
-        return int(sum(seen)) if seen and seen[-1] < batch else int(sum(seen)) + batch - 1
+        return int(sum(step.samples / ranks for step in self.boundaries)) if self.boundaries else batch - 1
 
     def metrics(self, *, flops_per_sample: float) -> dict[str, float]:
         """Return the metrics of the counted steps (see ``metrics_of``)."""

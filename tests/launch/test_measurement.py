@@ -104,14 +104,14 @@ def test_the_engine_that_proves_to_train_takes_the_place_of_the_first() -> None:
     assert (record.engine.rank, record.engine.train_batch_size, record.config_differences) == (0, 10, {})
 
 
-@pytest.mark.parametrize(("samples", "most"), [([8, 8, 3], 19), ([8, 8], 23), ([], 7)])
-def test_what_was_consumed_bounds_the_data_there_can_be(samples: list[int], most: int) -> None:
+@pytest.mark.parametrize(("samples", "seen"), [([8, 8, 3], 19), ([8, 8], 16), ([], 7)])
+def test_the_data_seen_are_the_samples_of_all_steps(samples: list[int], seen: int) -> None:
     record = LaunchRecord(world_size=2, start_profile_step=1)
     record.add(engine())
     for step, count in enumerate(samples, start=1):
         for rank in (0, 1):
             record.add(step_of(rank=rank, step=step, samples=count))
-    assert record.data_at_most(8) == most
+    assert record.data_seen(8) == seen
 
 
 @pytest.mark.parametrize(

@@ -234,11 +234,14 @@ class TrialRecorder:
 
 
 def _data_limit(flight: Flight) -> int:
-    """Return the most samples per rank and global step that last for all profile steps, or that were ever fed."""
+    """Return the samples per rank and global step of which the data seen last for all profile steps, or that were fed.
+
+    More may last, by less than a step in all. Each attempt at that costs a launch, at a batch that no training has.
+    """
     config, fed = flight.request.ds_config, flight.record.observed_micro_batch
     micro_batch, accumulation = int(config[ds_config.MICRO_BATCH]), int(config.get(ds_config.GRADIENT_ACCUMULATION, 1))
     batch = micro_batch * accumulation
     if fed is not None and 0 < fed < micro_batch:
         return fed * accumulation
-    enough = flight.record.data_at_most(batch) // flight.request.end_profile_step
+    enough = flight.record.data_seen(batch) // flight.request.end_profile_step
     return max(1, min(enough, batch - 1))
