@@ -256,6 +256,16 @@ def test_accelerates_plugin_comes_as_its_environment(folder: Path) -> None:
     assert (result.config, result.ranks) == ("ds.json", 4)
 
 
+def test_options_of_accelerate_that_a_config_file_overrules_are_reported(folder: Path) -> None:
+    options = "--zero_stage 3 --gradient_accumulation_steps 1 --gradient_clipping 1.0 --offload_param_device none"
+    words = f"launch --use_deepspeed --deepspeed_config_file ds.json {options} train.py".split()
+    (folder / "ds.json").write_text('{"zero_optimization": {"stage": 1}}')
+    [note] = launched("accelerate", words).notes
+    assert note.startswith("Without effect: --gradient_clipping 1.0, --zero_stage 3. accelerate takes these where")
+    (folder / "ds.json").write_text('{"zero_optimization": {"stage": "auto"}, "gradient_clipping": 1}')
+    assert launched("accelerate", words).notes == ()
+
+
 def test_settings_of_accelerates_yaml_that_a_config_file_replaces_are_reported_as_dropped(folder: Path) -> None:
     words = ["launch", "--config_file", "acc.yaml", "train.py"]
     (folder / "acc.yaml").write_text(ACCELERATE_CONFIG)

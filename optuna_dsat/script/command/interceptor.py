@@ -188,7 +188,7 @@ def _accelerate(launch: Any) -> None:
         return result
 
     def validated(given: Any) -> Any:
-        asked = given.num_processes
+        asked = dict(vars(given))
         try:
             result = validate(given)
         except Exception as error:  # noqa: BLE001 - accelerate's message, in a line with the file

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from optuna_dsat.config.user_file import near_key
-from optuna_dsat.errors import UsageError
+from optuna_dsat.config.ds_config import AUTO, flatten
+from optuna_dsat.config.user_file import near_key, read
+from optuna_dsat.errors import ConfigError, UsageError
 from optuna_dsat.script.command.interceptor import MOST_SLOTS
 
 _DEVICES = frozenset({"auto", "cpu", "gpu", "xpu", "npu", "hpu", "mlu", "musa", "sdaa", "privateuseone"})
@@ -114,12 +115,13 @@ def _ranks(text: str) -> int | None:
 
 
 def _accelerate(options: Mapping[str, Any]) -> dict[str, Any]:
-    for option, name in (("--num_processes", "asked"), ("--num_machines", "num_machines")):
-        if options[name] is not None:
-            _count(options[name], option)
+    asked: Mapping[str, Any] = options["asked"]
+    for option, count in (("--num_processes", asked["num_processes"]), ("--num_machines", options["num_machines"])):
+        if count is not None:
+            _count(count, option)
     defaults: Mapping[str, Any] | None = options["defaults"]
     # Without a config file accelerate counts the devices that are here.
-    ranks = options["asked"] or (options["num_processes"] if defaults is not None else None)
+    ranks = asked["num_processes"] or (options["num_processes"] if defaults is not None else None)
     machines = options["num_machines"] or 1
     config = options["deepspeed_config_file"] if options["use_deepspeed"] else None
     fields: Mapping[str, Any] = (defaults or {}).get("deepspeed_config") or {}
@@ -130,7 +132,10 @@ def _accelerate(options: Mapping[str, Any]) -> dict[str, Any]:
         "elsewhere": _given({"--num_machines": machines if machines > 1 else None}),
         "gpus": None if gpus in (None, "all") else _gpu_indices(str(gpus)),
         "config": config,
-        "notes": (*_ignored_fields(fields), *(_dropped_fields(fields, config) if config else ())),
+        "notes": (
+            *_ignored_fields(fields),
+            *((*_dropped_fields(fields, config), *_overruled_options(asked, config)) if config else ()),
+        ),
     }
 
 
@@ -165,11 +170,44 @@ def _dropped_fields(fields: Mapping[str, Any], config: str) -> tuple[str, ...]:
     )
 
 
-_OF_A_CONFIG = (
-    *("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "zero3_save_16bit_model"),
-    *(f"offload_{part}_{what}" for part in ("optimizer", "param") for what in ("device", "nvme_path")),
-)
-"""Fields of accelerate's ``deepspeed_config`` that a config file excludes (``_deepspeed_config_checks``, 1.15)."""
+def _overruled_options(asked: Mapping[str, Any], config: str) -> Iterator[str]:
+    """Yield a note on DeepSpeed options of accelerate that the config file overrules: they fill in its ``"auto"``."""
+    try:
+        values = flatten(read(config))
+    except ConfigError:  # reported where the config is loaded
+        return
+    in_file = {name: values.get(key, default) for name, (key, default) in _OF_A_CONFIG.items()}
+    named = [
+        f"--{name} {asked[name]}"
+        for name, value in in_file.items()
+        if asked.get(name) is not None and _as_number(value) not in (AUTO, _as_number(asked[name]))
+    ]
+    if named:
+        yield f'Without effect: {", ".join(named)}. accelerate takes these where {config} has "auto", nowhere else.'
+
+
+def _as_number(value: object) -> float | str:
+    """Return a value as a number if it is one; options are texts."""
+    text = str(value).lower()
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+_OF_A_CONFIG: Mapping[str, tuple[str, object]] = {
+    "gradient_accumulation_steps": ("gradient_accumulation_steps", 1),
+    "gradient_clipping": ("gradient_clipping", 0.0),
+    "zero_stage": ("zero_optimization.stage", 0),
+    "zero3_save_16bit_model": ("zero_optimization.stage3_gather_16bit_weights_on_model_save", False),
+    "offload_optimizer_device": ("zero_optimization.offload_optimizer.device", "none"),
+    "offload_optimizer_nvme_path": ("zero_optimization.offload_optimizer.nvme_path", "none"),
+    "offload_param_device": ("zero_optimization.offload_param.device", "none"),
+    "offload_param_nvme_path": ("zero_optimization.offload_param.nvme_path", "none"),
+}
+"""Fields of accelerate's ``deepspeed_config`` that a config file excludes (``_deepspeed_config_checks``, 1.15), which
+are options of ``accelerate launch``, too -> key in such a file, and its default.
+"""
 _WITH_A_CONFIG = (
     *("zero3_init_flag", "deepspeed_config_file", "deepspeed_hostfile", "deepspeed_moe_layer_cls_names"),
     *("deepspeed_exclusion_filter", "deepspeed_inclusion_filter", "deepspeed_multinode_launcher"),
