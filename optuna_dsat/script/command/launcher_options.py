@@ -170,29 +170,23 @@ def _dropped_fields(fields: Mapping[str, Any], config: str) -> tuple[str, ...]:
     )
 
 
+def _text(value: object) -> str:
+    return str(value).lower().removesuffix(".0")
+
+
 def _overruled_options(asked: Mapping[str, Any], config: str) -> Iterator[str]:
     """Yield a note on DeepSpeed options of accelerate that the config file overrules: they fill in its ``"auto"``."""
     try:
         values = flatten(read(config))
     except ConfigError:  # reported where the config is loaded
         return
-    in_file = {name: values.get(key, default) for name, (key, default) in _OF_A_CONFIG.items()}
     named = [
         f"--{name} {asked[name]}"
-        for name, value in in_file.items()
-        if asked.get(name) is not None and _as_number(value) not in (AUTO, _as_number(asked[name]))
+        for name, (key, default) in _OF_A_CONFIG.items()
+        if asked.get(name) is not None and _text(values.get(key, default)) not in (AUTO, _text(asked[name]))
     ]
     if named:
         yield f'Without effect: {", ".join(named)}. accelerate takes these where {config} has "auto", nowhere else.'
-
-
-def _as_number(value: object) -> float | str:
-    """Return a value as a number if it is one; options are texts."""
-    text = str(value).lower()
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 _OF_A_CONFIG: Mapping[str, tuple[str, object]] = {
