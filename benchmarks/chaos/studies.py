@@ -20,6 +20,7 @@ import psutil
 from benchmarks.chaos.checks import Ended, State, finished_of, given_up, violations
 from optuna_dsat.launch.machine.processes import find_marked
 from optuna_dsat.launch.machine.shared_memory import shared_memory_of
+from optuna_dsat.runtime.agent import fork_server, torchrun
 
 BUDGET = 4
 NAME = "chaos"
@@ -34,7 +35,6 @@ ROLE_S = 120.0
 """How long a role is waited for."""
 
 ROLES = ("tuner", "warm parent", "agent", "rank")
-_WARM_PARENT = "optuna_dsat.launch.warm.process"
 
 _SCRIPT = """
 import sys
@@ -260,7 +260,7 @@ def roles_of(tuners: Iterable[int]) -> dict[str, list[int]]:
 def _below(tuner: psutil.Process) -> Iterator[tuple[str, int]]:
     """Yield the processes that a tuner started: a warm parent forks agents, an agent starts ranks."""
     for child in tuner.children():
-        if _WARM_PARENT in child.cmdline():
+        if fork_server.__name__ in child.cmdline():
             yield "warm parent", child.pid
             agents = child.children()
         else:
@@ -271,7 +271,7 @@ def _below(tuner: psutil.Process) -> Iterator[tuple[str, int]]:
 
 
 def _is_agent(process: psutil.Process) -> bool:
-    return any("optuna_dsat.launch.machine.torchrun" in word for word in process.cmdline())
+    return torchrun.__name__ in process.cmdline()
 
 
 def marked_of(tuners: Iterable[int]) -> list[int]:

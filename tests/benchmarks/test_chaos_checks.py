@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import optuna
@@ -9,6 +13,7 @@ import pytest
 from optuna.trial import TrialState
 
 from benchmarks.chaos.checks import Ended, given_up, violations
+from benchmarks.chaos.studies import roles_of
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.store import Store
 from optuna_dsat.trials import attributes
@@ -32,3 +37,13 @@ def test_a_trial_that_is_given_up_is_counted(tmp_path: Path, attempts: int, coun
     result = violations(ended, url=url, name="chaos", budget=1, output=tmp_path)
     assert len(result) == 1 - count
     assert all("killed by a kill" in item for item in result)
+
+
+def test_processes_below_a_tuner_are_known_by_their_modules() -> None:
+    """Their modules were moved, and for three days tuners alone were killed."""
+    waits = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    names = {"warm parent": "optuna_dsat.runtime.agent.fork_server", "agent": "optuna_dsat.runtime.agent.torchrun"}
+    assert all(map(find_spec, names.values()))
+    for role, name in names.items():
+        with subprocess.Popen([*waits, name], stdin=subprocess.PIPE) as child:
+            assert roles_of([os.getpid()])[role] == [child.pid]
