@@ -212,6 +212,11 @@ class CandidateTable:
         is_same = row is not None and lineage_key(params) == lineage_key(self.lineages[row])  # True equals 1
         return row if is_same else None
 
+    def neighbours(self, row: int) -> Numbers:
+        """Return the rows that differ from a row in a single knob, and not in the structure."""
+        differing = (self.knobs != self.knobs[row]).sum(axis=1)
+        return np.flatnonzero((self.structure == self.structure[row]) & (differing == 1))
+
     def never_measured(self, rows: Numbers, measured: Numbers) -> Numbers:
         """Return a mask of rows with ZeRO 3, an offload or a flag's value (of large effect) that none measured has."""
         result: Numbers = (self.kinds[rows] > self.kinds[measured].max(axis=0, initial=0.0)).any(axis=1)

@@ -35,10 +35,14 @@ DEFICIT = math.log1p(0.05)
 """Predicted deficit in log objective above which a configuration comes last."""
 _LITTLE = 0.1
 """Share of the expected gain of configurations that come last, below which others do not precede them."""
-_BELOW, _LEAST_SIZE = (0.4, 0.8), 8
-"""Shares of the best micro-batch between which its structure is measured, and the least such best micro-batch."""
+_GAP, _FAR, _LEAST_SIZE = 1.25, 1.6, 8
+"""Ratio of neighbouring micro-batches above which a peak is looked for between them, the ratio to the best at which it
+is looked for at most, and the least best micro-batch below which it is.
+"""
 _MUCH_SLOWER = math.log1p(0.2)
-"""Predicted deficit in log objective of a smaller micro-batch from which on it is not measured for that."""
+"""Predicted deficit in log objective from which on a configuration is not measured as a last check."""
+GAIN_OF_CHECK = 0.005
+"""Mean relative gain of a last check on simulated machines (``benchmarks/README.md``)."""
 _WORTH = 0.005
 """Expected improvement of another configuration above which unlikely ones wait."""
 
@@ -124,37 +128,43 @@ def start_of_climb(rows: Numbers, sizes: Numbers, acquisition: Acquisition, chos
     return int(np.argmax(np.where(safe, sizes, 0))) if safe.any() else chosen
 
 
-def below_the_best(
-    table: CandidateTable, posterior: Posterior, rows: Numbers, sizes: Numbers, acquisition: Acquisition
-) -> int | None:
-    """Return the index of a smaller micro-batch of the best configuration that is worth a launch; None without one.
+def last_check(table: CandidateTable, posterior: Posterior, open_rows: Numbers) -> tuple[int, int, str] | None:
+    """Return a row and micro-batch that is measured before a search ends, and what it checks; None if none is left.
 
-    A search climbs in large steps to the edge of memory, and the peak of the speed may be below it. The best size is
-    known to be the peak once a smaller one of its structure was measured, or is predicted to be much slower.
+    The posterior relies on smooth curves, and on settings with similar effects in all structures. Exceptions are looked
+    for at the best configuration, unless they are predicted to be much slower or not to fit:
+
+    - a flag's value (of large effect) that no measurement of the structure has;
+    - a peak of the speed between its micro-batch and the next smaller or larger one measured in the structure.
 
     Args:
         table: The candidates.
         posterior: The posterior.
-        rows: Rows of n configurations.
-        sizes: Their micro-batches.
-        acquisition: Their acquisition function.
+        open_rows: Rows that may be launched.
     """
-    measured, means = posterior.measured, posterior.residuals.posterior_means
-    rivals = posterior.rivals[posterior.rivals < len(measured.row)]
-    if not len(rivals):
+    best, measured = posterior.best, posterior.measured
+    if best is None:
         return None
-    best = int(rivals[np.argmax(means[rivals])])
-    size, structure = measured.micro_batch[best], table.structure[measured.row]
-
-    def are_below(micro_batches: Numbers) -> Numbers:
-        result: Numbers = (micro_batches >= _BELOW[0] * size) & (micro_batches <= _BELOW[1] * size)
-        return result
-
-    if size < _LEAST_SIZE or are_below(measured.micro_batch[structure == structure[best]]).any():
-        return None
-    fast = acquisition.log_objective > acquisition.over - _MUCH_SLOWER
-    below = np.flatnonzero((rows == measured.row[best]) & are_below(sizes) & fast)
-    return int(below[np.argmin(np.abs(sizes[below] - np.mean(_BELOW) * size))]) if len(below) else None
+    row, size = measured.row[best], float(measured.micro_batch[best])
+    alike = table.structure[measured.row] == table.structure[row]
+    near, others = table.neighbours(row), measured.micro_batch[alike]
+    flags = near[table.never_measured(near, measured.row[alike])]
+    checks = [(flags, size, f"untested with {structure_of(table.lineages[row]).words}")]
+    smaller, larger = others[others < size].max(initial=0.0), others[others > size].min(initial=np.inf)
+    if size >= _LEAST_SIZE and smaller < size / _GAP:
+        checks.append((np.array([row]), max(math.sqrt(smaller * size), size / _FAR), "checks for a peak below it"))
+    if _GAP * size < larger < np.inf:
+        checks.append((np.array([row]), min(math.sqrt(size * larger), size * _FAR), "checks for a peak above it"))
+    for rows, wanted, words in checks:
+        rows = np.intersect1d(rows, open_rows)
+        rows, sizes = posterior.unused(rows, np.full((len(rows), 1), wanted))
+        acquisition = posterior.acquisition(rows, sizes)
+        fast = acquisition.log_objective > acquisition.over - _MUCH_SLOWER
+        value = np.where(fast & (acquisition.fits >= _LIKELY), acquisition.value, -1.0)
+        if value.max(initial=-1.0) >= 0:
+            chosen = int(descending(value)[0])
+            return int(rows[chosen]), int(sizes[chosen]), words
+    return None
 
 
 def _structures(
@@ -209,12 +219,12 @@ def reason_of(
     log_objective: float,
     fits: float,
     climbs: bool = False,
-    checks: bool = False,
+    checks: str = "",
 ) -> str:
     """Return why a configuration is launched, such as ``larger micro-batch, predicted 4% faster than the best``.
 
     ``log_objective`` is its posterior mean, ``fits`` its probability to run; it ``climbs`` if meant for a larger
-    micro-batch, and ``checks`` as of ``below_the_best``.
+    micro-batch; ``checks`` is what it checks (``last_check``), if anything.
     """
     if posterior.incumbent is None:
         return f"most likely to run: {fits:.0%}"
@@ -222,7 +232,7 @@ def reason_of(
     if climbs:
         edge = "; climbs from here to the edge of memory"
     elif checks:
-        edge = "; checks for a peak below it"
+        edge = f"; {checks}"
     elif fits < _EDGE:
         in_memory = posterior.predict(np.array([row]), np.array([size]))[0].fits
         near = f"near the edge of memory, fits with {in_memory:.0%}"

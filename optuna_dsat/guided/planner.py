@@ -31,6 +31,8 @@ The search ends under either of two conditions:
 - The remaining gain is, with 90% probability, below the noise between launches of a configuration (``remaining``), so
   that resolving it needs more launches than it is worth.
 
+Before it ends, it measures around the best configuration what the posterior may miss (``order.last_check``).
+
 If no single launch is worth its cost, long launches are skipped.
 
 A structure that was never measured waits for simpler ones that are predicted to be about as fast, and settings are
@@ -69,7 +71,7 @@ from optuna_dsat.cost.numbers import Numbers, descending
 from optuna_dsat.cost.step_time import ERROR, LogCoefficients
 from optuna_dsat.guided.acquisition import Acquisition, Prediction, Prospects
 from optuna_dsat.guided.candidates import Observations
-from optuna_dsat.guided.order import DEFICIT, below_the_best, first_launched, reason_of, start_of_climb
+from optuna_dsat.guided.order import DEFICIT, GAIN_OF_CHECK, first_launched, last_check, reason_of, start_of_climb
 from optuna_dsat.guided.posterior import DOUBTED_FORMULA, Posterior
 from optuna_dsat.guided.problem import Problem
 from optuna_dsat.guided.run_probability import memory_posterior
@@ -292,15 +294,17 @@ class GuidedPlanner:
         rows, sizes, acquisition = self._evaluated(posterior, open_rows)
         if not len(rows):
             return None
-        every = rows, sizes, acquisition
-        rows, sizes, acquisition = self._worth_launching(posterior, *every)
-        checks = not len(rows) or not acquisition.value.max() > 0
-        if checks:
-            rows, sizes, acquisition = every
-            below = below_the_best(self.problem.table, posterior, *every)
-            if below is None:
+        rows, sizes, acquisition = self._worth_launching(posterior, rows, sizes, acquisition)
+        checks, chosen = "", 0
+        if not len(rows) or not acquisition.value.max() > 0:
+            check = last_check(self.problem.table, posterior, open_rows)
+            if check is None:
                 return None
-            chosen = below
+            *configuration, checks = check
+            rows, sizes = np.array(configuration, dtype=np.int64)[:, None]
+            acquisition = posterior.acquisition(rows, sizes)
+            if posterior.relative_costs(acquisition)[0] * self.min_gain > GAIN_OF_CHECK:
+                return None
         else:
             chosen = first_launched(self.problem.table, posterior, rows, sizes, acquisition)
         best = start_of_climb(rows, sizes, acquisition, chosen) if observations.climbs else chosen

@@ -210,9 +210,12 @@ class Posterior:
         """Index of the measurements, of this study and then of earlier ones, that answer the question of the space."""
         if problem.space.asked_samples_per_rank is not None:
             self.rivals = np.flatnonzero(problem.is_asked(size, accumulation))
-        means = self.residuals.posterior_means[self.rivals[self.rivals < len(measured.row)]]
-        self.incumbent = float(means.max()) if len(means) else None
-        """Best posterior mean log objective of this study's; None before a metric was measured."""
+        means = self.residuals.posterior_means
+        own = self.rivals[self.rivals < len(measured.row)]
+        self.best = int(own[descending(means[own])[0]]) if len(own) else None
+        """Index of the best measurement of this study by posterior mean; None before a metric was measured."""
+        self.incumbent = None if self.best is None else float(means[self.best])
+        """Posterior mean log objective of ``best``; None without it."""
 
     def _predicted_effects(self, measured: Observations) -> tuple[Numbers, Numbers]:
         """Return the effects of structures and knobs by the fitted formula, at the best measured micro-batch.
@@ -354,21 +357,16 @@ class Posterior:
         measured = np.isin(rows[order], self.residuals.points.row)
         first |= np.isin(rows[order], neighbours)
         chosen = order[first | (measured & (np.cumsum(measured) <= _SHORTLISTED_MEASURED))]
-        return self._unused(rows[chosen], spread_sizes(edge[chosen]))
+        return self.unused(rows[chosen], spread_sizes(edge[chosen]))
 
     def _neighbours(self) -> Numbers:
         """Return rows that differ in a single knob, whose effect the formula may miss, from the best lineages."""
         count = len(self.measured.row)
         order = descending(self.residuals.posterior_means[:count])
         best = list(dict.fromkeys(self.measured.row[order].tolist()))[:_NEIGHBOURED]
-        table = self._table
-        near = [
-            (table.structure == table.structure[row]) & ((table.knobs != table.knobs[row]).sum(axis=1) == 1)
-            for row in best
-        ]
-        return np.flatnonzero(np.any(near, axis=0)) if near else np.zeros(0, dtype=np.int64)
+        return np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *map(self._table.neighbours, best)]))
 
-    def _unused(self, rows: Numbers, wanted: Numbers) -> tuple[Numbers, Numbers]:
+    def unused(self, rows: Numbers, wanted: Numbers) -> tuple[Numbers, Numbers]:
         """Return the distinct permitted rows and micro-batches nearest to the wanted micro-batches, shape (n, k)."""
         sizes = self._problem.sizes
         index = self._problem.size_index(wanted)
@@ -382,7 +380,7 @@ class Posterior:
         order = descending(value)
         chosen = order[rank_within(rows[order]) == 0][:_REFINED]
         fine = np.outer(sizes[chosen], _FINE)
-        return self._unused(rows[chosen], np.concatenate([fine, fine // 8 * 8, fine // 64 * 64], axis=1))
+        return self.unused(rows[chosen], np.concatenate([fine, fine // 8 * 8, fine // 64 * 64], axis=1))
 
     def predict(self, rows: Numbers, sizes: Numbers) -> list[Prediction]:
         """Return the prediction for each configuration."""

@@ -15,10 +15,10 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from optuna.pruners import NopPruner
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
+from optuna_dsat.guided import order
 from optuna_dsat.guided import planner as planner_module
 from optuna_dsat.guided.acquisition import Prospects
 from optuna_dsat.guided.candidates import CandidateTable
-from optuna_dsat.guided.order import below_the_best
 from optuna_dsat.guided.planner import GuidedPlanner
 from optuna_dsat.guided.posterior import Posterior
 from optuna_dsat.guided.sizes import LEAST_GAIN
@@ -353,27 +353,29 @@ def test_a_structure_never_measured_is_expected_to_be_as_fast_as_a_measured_one_
     assert posterior._at_least_as_fast(rows, sizes, fast) == pytest.approx(fast), "it is expected to be faster anyway"
 
 
-def test_before_a_search_ends_a_smaller_micro_batch_is_measured_if_none_near_the_best_was(kit: SimpleNamespace) -> None:
+def test_a_search_ends_with_checks_around_the_best(kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = small_planner().problem
     params, study = small_space().completed({"zero_stage": 2}), guided(kit)
-    row = problem.table.row_index(params)
-    sizes = np.array([4, 9, 12, 16, 19, 22])
+    row, rows = problem.table.row_index(params), np.arange(len(problem.table.lineages))
 
-    def below(*measured: int, slower: float = 0.1) -> int | None:
+    def check(*measured: int, **knobs: Any) -> tuple[int, str] | None:
         for size in measured:
-            study.enqueue_trial({**params, MICRO_BATCH: size})
-            Machine().run(study, 1)
+            study.enqueue_trial({**params, **knobs, MICRO_BATCH: size})
+            Machine(device_gib=80).run(study, 1)
         posterior = Posterior(problem, problem.table.observations_of_trials(study.trials), samples_limit=None)
-        acquisition = posterior.acquisition(np.full(len(sizes), row), sizes)
-        predicted = replace(acquisition, log_objective=np.full(len(sizes), acquisition.over - slower))
-        index = below_the_best(problem.table, posterior, np.full(len(sizes), row), sizes, predicted)
-        return None if index is None else int(sizes[index])
+        result = order.last_check(problem.table, posterior, rows)
+        assert result is None or (result[0] == row) == ("peak" in result[2])
+        return result and result[1:]
 
-    assert below(1, 5) is None, "5 is small"
-    assert below(20) == 12
-    assert below(slower=0.2) is None, "it is predicted to be much slower"
-    assert below(17) == 12, "17 is near 20"
-    assert below(9) is None
+    assert check(2, 5) == (5, "untested with ZeRO 2"), "overlap_comm"
+    assert check(1, overlap_comm=not params["overlap_comm"]) is None, "5 is small"
+    assert check(20) == (12, "checks for a peak below it"), "its distance is limited"
+    assert check(14) == (16, "checks for a peak below it")
+    assert check(16) is None
+    monkeypatch.setattr(Machine, "rate", lambda *_: 50.0)
+    assert check(32) == (25, "checks for a peak above it")
+    monkeypatch.setattr(order, "_MUCH_SLOWER", 0.0)
+    assert check() is None, "it is predicted to be slower"
 
 
 def test_nothing_is_launched_beside_what_flies_where_nothing_else_promises_a_gain(kit: SimpleNamespace) -> None:
