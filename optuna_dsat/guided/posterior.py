@@ -211,8 +211,8 @@ class Posterior:
         if problem.space.asked_samples_per_rank is not None:
             self.rivals = np.flatnonzero(problem.is_asked(size, accumulation))
         means = self.residuals.posterior_means
-        own = self.rivals[self.rivals < len(measured.row)]
-        self.best = int(own[descending(means[own])[0]]) if len(own) else None
+        new = self.rivals[self.rivals < len(measured.row)]
+        self.best = int(new[descending(means[new])[0]]) if len(new) else None
         """Index of the best measurement of this study by posterior mean; None before a metric was measured."""
         self.incumbent = None if self.best is None else float(means[self.best])
         """Posterior mean log objective of ``best``; None without it."""
