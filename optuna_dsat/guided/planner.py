@@ -100,8 +100,6 @@ class Candidate:
     """Largest shortlisted micro-batch of the lineage."""
     value: float
     """Expected metric."""
-    fits: float
-    """Probability that it fits."""
     reason: str
     """Why it is proposed."""
 
@@ -314,7 +312,6 @@ class GuidedPlanner:
             micro_batch=int(sizes[best]),
             largest=int(sizes[rows == row].max()),
             value=self.problem.metric_of(float(acquisition.log_objective[best])),
-            fits=float(acquisition.fits[best]),
             reason=reason_of(
                 self.problem.table,
                 posterior,
