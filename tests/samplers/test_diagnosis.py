@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -153,7 +153,8 @@ def chances(problem: Problem, launches: Launches, asked: Sequence[tuple[int, int
         count = len(inputs.lineage)
         return np.full(count, 1.0), np.full(count, 10.0 * GIB), np.full(count, 1.0 * GIB)
 
-    result = RunProbability(problem, observed(launches), SimpleNamespace(predict=predict))  # type: ignore[arg-type]
+    memory: Any = SimpleNamespace(predict=predict, bisected=np.inf)
+    result = RunProbability(problem, observed(launches), memory)
     rows, sizes = (np.array(column) for column in zip(*asked, strict=True))
     return [float(fit) for fit in result.fits(rows, sizes)[1]]
 
@@ -258,3 +259,20 @@ def test_a_search_whose_stages_all_fail_is_over(kit: SimpleNamespace) -> None:
         machine.run(study, 1)
         assert len(study.trials) < LAUNCHES
     assert 2 < len(study.trials) <= 5
+
+
+class Cramped(Machine):
+    """It runs out of memory at more than seven samples, far below the formulas, whatever the knobs."""
+
+    def fits(self, params: Mapping[str, Any]) -> bool:
+        return bool(params[MICRO_BATCH] <= 7)
+
+
+def test_after_a_surprising_out_of_memory_few_others_follow(kit: SimpleNamespace) -> None:
+    planner = GuidedPlanner(small_problem())
+    study, machine = kit.create(GuidedSampler(planner=planner, seed=1), NopPruner()), Cramped()
+    study.enqueue_trial({**(machine.space.params_of(CONFIG) or {}), MICRO_BATCH: 1})
+    machine.run(study, 16)
+    outcomes = [trial.user_attrs[attributes.OUTCOME] for trial in study.trials]
+    assert 1 <= outcomes.count(Outcome.OUT_OF_MEMORY) <= 4
+    assert study.best_trial.params[MICRO_BATCH] >= 6
