@@ -170,6 +170,8 @@ class MemoryPosterior:
         """Factor on the variance of the errors that structures share, learnt from the peaks."""
         self._failed = math.inf
         """Least expected peak of a launch that ran out of memory to surprise."""
+        self.unexplained = math.inf
+        """Least micro-batch of such a launch whose expected peak hardly exceeds the largest that ran."""
         self._doubts: Numbers = np.zeros(0)
         """Factors on the variance of each structure's error, by index; 1 for indices beyond the end."""
 
@@ -246,6 +248,8 @@ class MemoryPosterior:
         surprising = expected < self.usable - _SURPRISE_SIGMAS * spread
         of_limit = surprising & (expected >= self._ran)
         self._failed = float(expected[of_limit].min(initial=math.inf))
+        unexplained = surprising & (expected <= _CLOSE * self._ran)
+        self.unexplained = float(out_of_memory.micro_batch[unexplained].min(initial=math.inf))
         doubted = np.bincount(out_of_memory.structure[surprising & ~of_limit])
         self._limit_variance *= 4.0 ** min(_MAX_SURPRISES, int(of_limit.sum()))
         self._doubts = 4.0 ** np.minimum(_MAX_STRUCTURE_SURPRISES, doubted)

@@ -14,6 +14,8 @@ from optuna_dsat.guided.problem import Problem
 
 _BLAMED = 0.5
 """Probability above which the micro-batch is considered the cause of failures."""
+_APART = 1.25
+"""Ratio of micro-batches above which an out-of-memory launch is not explained by the additional samples alone."""
 _NEAR_OCTAVES = 0.5
 """Doublings of the micro-batch up to which an out-of-memory launch is evidence against smaller micro-batches."""
 _USUAL_FAILURES = 2
@@ -108,15 +110,17 @@ class RunProbability:
 
     @property
     def largest_sound(self) -> int:
-        """Largest micro-batch to try if the script fails at larger sizes for another reason than memory.
+        """Largest micro-batch to try if larger ones fail for a reason that the memory model does not know.
 
-        An example is a collator that accepts only a single sample. Once the size is the probable cause, the range
-        between successful and failed sizes is bisected geometrically.
+        Examples are a collator that accepts only a single sample, and a limit that the peaks do not show. Once the size
+        is the probable cause, the range between successful and failed sizes is bisected geometrically.
         """
-        sizes = self._problem.sizes
-        if self._diagnosis is None or self._diagnosis.probability_of(self._size_component) <= _BLAMED:
-            return int(sizes[-1])
-        within = sizes[sizes <= math.sqrt(self._largest_run * self._smallest_failed)]
+        sizes, failed = self._problem.sizes, math.inf
+        if self._diagnosis is not None and self._diagnosis.probability_of(self._size_component) > _BLAMED:
+            failed = self._smallest_failed
+        if self._memory.unexplained > _APART * self._largest_run:
+            failed = min(failed, self._memory.unexplained)
+        within = sizes[sizes <= math.sqrt(self._largest_run * failed)] if failed < math.inf else sizes
         return int(within[-1] if len(within) else sizes[0])
 
     def _diagnosed(self) -> Diagnosis | None:

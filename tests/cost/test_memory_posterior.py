@@ -111,6 +111,13 @@ def test_a_surprising_out_of_memory_has_the_range_above_the_largest_peak_that_ra
     assert bisected(10, 11) == np.inf, "both are close"
 
 
+def test_out_of_memory_at_about_a_peak_that_ran_is_not_explained_by_memory() -> None:
+    known = posterior()
+    sizes, lost = loads([2, 16, 8], activations=0.001), np.array([False, True, True])
+    known.observe(sizes, np.where(lost, np.nan, 12 * GIB), lost)
+    assert (known.unexplained, known.bisected) == (8, np.inf)
+
+
 def test_running_out_of_memory_below_what_the_device_held_speaks_against_the_structures_formula() -> None:
     """One structure ran with 34 GiB; another one runs out of memory where its formula says 22, again and again."""
     sizes, failed = [20, 10, 10, 10], np.array([False, True, True, True])
