@@ -20,7 +20,7 @@ from optuna_dsat.runtime.events import Event, ProfileMeasured
 from optuna_dsat.runtime.measure.engine import Clock
 from optuna_dsat.runtime.measure.memory import MemoryPeaks
 from optuna_dsat.runtime.measure.meter import Meter, RankState
-from optuna_dsat.runtime.measure.profiler import Profiler, _flop_counter
+from optuna_dsat.runtime.measure.profiler import Profiler, _flop_counter, _saved_tensors
 from optuna_dsat.runtime.rank import LaunchPlan
 from optuna_dsat.study.profile.profile import measure_profile
 from optuna_dsat.study.spec import make_spec
@@ -268,3 +268,13 @@ def test_a_formula_that_fails_does_not_end_the_script(monkeypatch: pytest.Monkey
         torch.ones(2, 2) @ torch.ones(2, 2)
     assert (counter.failed, counter.get_total_flops()) == (True, 0)
     assert counter.flop_registry[torch.ops.aten.mm](out_val=None) == 0, "torch before 2.4 calls it at each operation"
+
+
+def test_rest_of_the_data_that_a_batch_is_cut_from_is_no_activation() -> None:
+    """Of a batch cut from the training data its own elements are saved, of a slice of an activation all of them."""
+    data, saved = torch.randn(1000, 4), dict[int, int]()
+    layer = torch.nn.Linear(4, 16)
+    with _saved_tensors(layer, saved):
+        output = layer(data[4:6])
+        output[:, :2].square()
+    assert {data.data_ptr(): 2 * 4 * 4, output.data_ptr(): 2 * 16 * 4} == saved

@@ -220,7 +220,10 @@ def _flop_counter() -> Any:
 
 
 def _saved_tensors(module: Any, saved: dict[int, int]) -> Any:
-    """Fill ``saved``, within a context, with storage address -> bytes of what autograd saves, without parameters."""
+    """Fill ``saved``, within a context, with storage address -> bytes of what autograd saves, without parameters.
+
+    A view of a tensor without history, such as a batch cut from the training data, counts without the rest of it.
+    """
     import torch
 
     parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
@@ -230,8 +233,10 @@ def _saved_tensors(module: Any, saved: dict[int, int]) -> Any:
         if isinstance(owner, torch.nn.Parameter):
             return tensor  # ZeRO 3 swaps its data between forward and backward, so the object must stay the same
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            saved[storage.data_ptr()] = storage.nbytes()
+        if (address := storage.data_ptr()) not in parameters:
+            is_part = owner is not tensor and owner.is_leaf
+            size = min(tensor.nbytes, storage.nbytes()) if is_part else storage.nbytes()  # expanded views exceed it
+            saved[address] = max(saved.get(address, 0), size)
         return tensor.detach()  # a saved output that references its own graph would never be freed
 
     return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
