@@ -107,7 +107,6 @@ class DeepSpeedHook:
         """Differences between the config passed to ``get_ds_config_from_hparams`` and the user's file."""
         self._steps_without_engine = 0
         self._unwatch_optimizers: Callable[[], None] = lambda: None
-        self._buffers_unlinked = False
         self._started = time.time()
         self._spans: dict[str, list[float]] = {}
 
@@ -474,9 +473,9 @@ class DeepSpeedHook:
             places = self._state.fed_from if self._plan.purpose == "profile" else ()
             self._writer.write(self._batch_sources.event(rank=0, places=places))  # by now the training loader is known
         self._writer.write(event)
-        if not self._buffers_unlinked:  # all ranks have taken part in a collective by now
-            self._buffers_unlinked = True
+        if self._state.steps + self._state.skipped == 1:  # all ranks have taken part in a collective by now
             unlink_shared_buffers()
+            self._batch_sources.skip_read_ahead()
 
     def _engine_ready(self, engine: Any, differences: Mapping[str, list[Any]]) -> EngineReady:
         torch: Any = sys.modules["torch"]

@@ -138,6 +138,15 @@ class BatchSources:
         feeding = [loader for loader in self._loaders if loader.trains] or self._loaders  # none after a single batch
         return max((loader.prefetched + _READ_AHEAD for loader in feeding), default=0)
 
+    def skip_read_ahead(self) -> None:
+        """Have loaders skip as many training batches as their workers may have read ahead.
+
+        They were read while the script started: steps with them would show the model's speed where the workers are
+        slower. The number is the same in every launch, and so are the data of its steps.
+        """
+        for loader in self._loaders:
+            loader.to_skip = loader.prefetched
+
     def _scale_of_fixed_inputs(self) -> Fraction:
         """Return the ratio for inputs that no loader yields; a loader's batch that is fed twice has its size."""
         return Fraction(1) if any(loader.trains for loader in self._loaders) else self._scale
@@ -262,6 +271,8 @@ class _Loader:
         """The latest iteration; None once the script has dropped it."""
         self.prefetched = 0
         """Batches that its workers have ready or in preparation."""
+        self.to_skip = 0
+        """Batches to read that the script does not get."""
         self._scale = self._next_scale = Fraction(1)
         self._earlier = 0
         """Batches to come of ``_scale``, before those of ``_next_scale``."""
@@ -368,6 +379,9 @@ class _Iteration:
         return self
 
     def __next__(self) -> Any:
+        while self._loader is not None and self._loader.to_skip and self.feeds:
+            self._loader.to_skip -= 1
+            self._yielded(self._next())
         batch = self._next()
         self._yielded(batch)
         return batch
