@@ -44,7 +44,7 @@ _FEWEST_STEPS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalStep:
-    """An optimizer step over all ranks. Durations are in seconds, of the slowest rank."""
+    """An optimizer step over all ranks. Durations are in seconds, of a rank on average."""
 
     step: int
     """Number among the counted steps, from 1; a skipped step has the number of the next step."""
@@ -74,23 +74,27 @@ def merge_ranks(steps: Sequence[StepMeasured], *, data_parallel_size: int, confi
 
     ``data_parallel_size`` is the number of ranks with different samples; ranks of a model-parallel group see the same
     samples. ``configured_samples``, the engine's train batch size, counts if no rank observed its input.
+
+    Durations are means: ranks wait for each other, so the wall time of several steps is the same on each. The largest
+    of each step would add up to more, and the largest phases to more than their step.
     """
     seen = [s.samples for s in steps if s.samples > 0]
     losses = [s.loss for s in steps if s.loss is not None and math.isfinite(s.loss)]
     # Later stages of a pipeline receive activations instead of tokens.
     sized = [s for s in steps if s.elements_are_tokens] or [s for s in steps if s.elements > 0]
+    latency_s = statistics.fmean(s.latency_s for s in steps)
     return GlobalStep(
         step=steps[0].number,
-        latency_s=max(s.latency_s for s in steps),
-        forward_s=max(s.forward_s for s in steps),
-        backward_s=max(s.backward_s for s in steps),
-        step_s=max(s.step_s for s in steps),
+        latency_s=latency_s,
+        forward_s=statistics.fmean(s.forward_s for s in steps),
+        backward_s=statistics.fmean(s.backward_s for s in steps),
+        step_s=statistics.fmean(s.step_s for s in steps),
         samples=statistics.fmean(seen) * data_parallel_size if seen else float(configured_samples),
         peak_allocated_bytes=max(s.peak_allocated_bytes for s in steps),
         peak_reserved_bytes=max(s.peak_reserved_bytes for s in steps),
         rss_bytes=max(s.rss_bytes for s in steps),
         loss=statistics.fmean(losses) if losses else None,
-        evaluation_s=max(s.evaluation_s for s in steps),
+        evaluation_s=min(latency_s, max(s.evaluation_s for s in steps)),  # the other ranks wait for one that evaluates
         skipped=any(s.skipped for s in steps),
         elements=statistics.fmean(s.elements for s in sized) * data_parallel_size if sized else 0.0,
         elements_are_tokens=any(s.elements_are_tokens for s in sized),

@@ -29,7 +29,7 @@ class StudyView(StoredStudy):
 
     launches: tuple[StoredLaunch, ...]
     step_times: Mapping[str, tuple[float, ...]]
-    """Launch id -> seconds of each counted step on its slowest rank, in order; only launches with counted steps."""
+    """Launch id -> seconds of each counted step, of a rank on average, in order; only launches with counted steps."""
     storage_url: str
     """Without its password."""
 

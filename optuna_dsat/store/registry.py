@@ -291,13 +291,13 @@ class Measurements:
         return tuple(StepMeasured(**{name: getattr(row, name) for name in _MEASURED}) for row in rows)
 
     def step_times(self, study_uuid: str, *, from_step: int) -> Mapping[str, tuple[float, ...]]:
-        """Return launch id -> seconds of each global step from ``from_step`` on, on its slowest rank, in order.
+        """Return launch id -> seconds of each global step from ``from_step`` on, of a rank on average, in order.
 
         Steps that the loss scaler skipped are left out and do not advance the step count.
         """
         counted = (StepRow.study_uuid == study_uuid, StepRow.step - StepRow.skipped_before >= from_step)
         query = (
-            select(StepRow.launch_id, func.max(StepRow.latency_s))
+            select(StepRow.launch_id, func.avg(StepRow.latency_s))
             .where(*counted, ~StepRow.skipped)
             .group_by(StepRow.launch_id, StepRow.step)
             .order_by(StepRow.launch_id, StepRow.step)

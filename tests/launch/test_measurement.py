@@ -35,15 +35,29 @@ def global_steps(latencies: list[float], samples: float = 16.0) -> list[GlobalSt
     ]
 
 
-def test_the_slowest_rank_sets_the_time_and_all_ranks_the_samples() -> None:
-    merged = merge_ranks(
-        [step_of(rank=0, latency_s=0.5), step_of(rank=1, latency_s=0.7, loss=4.0)],
-        data_parallel_size=2,
-        configured_samples=0,
-    )
-    assert merged.latency_s == 0.7
-    assert merged.samples == 16
-    assert merged.loss == 3.0
+def test_ranks_that_wait_for_each_other_take_the_time_that_each_takes() -> None:
+    """The slowest rank of each step gave up to a fifth less throughput than a clock on either rank."""
+    merged = [
+        merge_ranks(
+            [
+                step_of(rank=0, latency_s=first, forward_s=first - 0.3, backward_s=0.3, step_s=0.0),
+                step_of(rank=1, latency_s=1.2 - first, forward_s=0.1, backward_s=1.1 - first, step_s=0.0, loss=4.0),
+            ],
+            data_parallel_size=2,
+            configured_samples=0,
+        )
+        for first in (0.5, 0.7)
+    ]
+    metrics = metrics_of(merged, flops_per_sample=1.0, world_size=2)
+    assert (metrics["latency"], metrics["forward"] + metrics["backward"]) == pytest.approx((0.6, 0.6))
+    assert [step.samples for step in merged] == [16, 16]
+    assert merged[0].loss == 3.0
+
+
+def test_ranks_that_wait_for_one_that_evaluates_do_not_train_meanwhile() -> None:
+    ranks = [step_of(rank=0, latency_s=10.5, evaluation_s=10.0), step_of(rank=1, latency_s=10.5)]
+    merged = merge_ranks(ranks, data_parallel_size=2, configured_samples=0)
+    assert merged.latency_s - merged.evaluation_s == 0.5
 
 
 def test_ranks_of_one_model_parallel_group_count_once_and_a_batch_nobody_saw_as_configured() -> None:
