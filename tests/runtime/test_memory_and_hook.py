@@ -19,6 +19,7 @@ import torch
 
 from optuna_dsat.runtime.adapt.side_effects import tolerate_skipped_checkpoints
 from optuna_dsat.runtime.events import RankFailed, RankFinished
+from optuna_dsat.runtime.hook import DeepSpeedHook
 from optuna_dsat.runtime.imports import ImportWatch
 from optuna_dsat.runtime.measure.memory import (
     CpuMemory,
@@ -391,3 +392,21 @@ def test_a_checkpoint_that_was_not_written_is_converted_as_an_empty_one() -> Non
         module.get_fp32_state_dict_from_zero_checkpoint("exp", tag="init")
     skipped.append("save_checkpoint")
     assert module.get_fp32_state_dict_from_zero_checkpoint("exp", tag="init") == {}
+
+
+def test_each_trial_skips_read_ahead_batches_after_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A continued launch counts its steps from 1 again; skipped steps are steps."""
+    calls: list[str] = []
+    sources = SimpleNamespace(skip_read_ahead=lambda: calls.append("skip"))
+    writer = SimpleNamespace(write=calls.append)
+    state, hook = RankState(), DeepSpeedHook.__new__(DeepSpeedHook)
+    vars(hook).update(_rank=SimpleNamespace(rank=1), _state=state, _batch_sources=sources, _writer=writer)
+    monkeypatch.setattr("optuna_dsat.runtime.hook.unlink_shared_buffers", lambda: None)
+    write: Any = hook._write_step
+    for _ in range(2):
+        state.restart()
+        state.skipped = 1
+        write("step 1")
+        state.steps = 1
+        write("step 2")
+    assert calls == ["step 1", "skip", "step 2"] * 2
