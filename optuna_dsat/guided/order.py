@@ -35,9 +35,10 @@ DEFICIT = math.log1p(0.05)
 """Predicted deficit in log objective above which a configuration comes last."""
 _LITTLE = 0.1
 """Share of the expected gain of configurations that come last, below which others do not precede them."""
-_GAP, _FAR, _LEAST_SIZE = 1.25, 1.6, 8
-"""Ratio of neighbouring micro-batches above which a peak is looked for between them, the ratio to the best at which it
-is looked for at most, and the least best micro-batch below which it is.
+_GAP, _WIDE, _FAR, _LEAST_SIZE = 1.25, 2.5, 1.6, 8
+"""Ratio of neighbouring micro-batches above which a peak is looked for between them, the ratio above which it is below
+the best although others close to it were measured, the ratio to the best at which it is looked for at most, and the
+least best micro-batch below which it is.
 """
 _MUCH_SLOWER = math.log1p(0.2)
 """Predicted deficit in log objective from which on a configuration is not measured as a last check."""
@@ -150,8 +151,9 @@ def last_check(table: CandidateTable, posterior: Posterior, open_rows: Numbers) 
     near, others = table.neighbours(row), measured.micro_batch[alike]
     flags = near[table.never_measured(near, measured.row[alike])]
     checks = [(flags, size, f"untested with {structure_of(table.lineages[row]).words}")]
-    smaller, larger = others[others < size].max(initial=0.0), others[others > size].min(initial=np.inf)
-    if size >= _LEAST_SIZE and smaller < size / _GAP:
+    smaller, larger = others[others < size / _GAP].max(initial=0.0), others[others > size].min(initial=np.inf)
+    is_alone = not ((others >= size / _GAP) & (others < size)).any()
+    if size >= _LEAST_SIZE and (is_alone or smaller < size / _WIDE):
         checks.append((np.array([row]), max(math.sqrt(smaller * size), size / _FAR), "checks for a peak below it"))
     if _GAP * size < larger < np.inf:
         checks.append((np.array([row]), min(math.sqrt(size * larger), size * _FAR), "checks for a peak above it"))

@@ -369,11 +369,12 @@ def test_a_search_ends_with_checks_around_the_best(kit: SimpleNamespace, monkeyp
 
     assert check(2, 5) == (5, "untested with ZeRO 2"), "overlap_comm"
     assert check(1, overlap_comm=not params["overlap_comm"]) is None, "5 is small"
-    assert check(20) == (12, "checks for a peak below it"), "its distance is limited"
-    assert check(14) == (16, "checks for a peak below it")
-    assert check(16) is None
+    assert check(20) == check(19) == (12, "checks for a peak below it"), "its distance is limited; 19 is close"
+    assert check(12) is None
+    assert check(27) == (23, "checks for a peak below it")
+    assert check(23) is None
     monkeypatch.setattr(Machine, "rate", lambda *_: 50.0)
-    assert check(32) == (25, "checks for a peak above it")
+    assert check(35) == (30, "checks for a peak above it")
     monkeypatch.setattr(order, "_MUCH_SLOWER", 0.0)
     assert check() is None, "it is predicted to be slower"
 
