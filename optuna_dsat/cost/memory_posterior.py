@@ -66,7 +66,7 @@ deviation of the structure's error.
 """
 _MAX_SURPRISES, _MAX_STRUCTURE_SURPRISES = 6, 3
 _CLOSE = 1.05
-"""Ratio of the peak that surprised to the largest measured peak, up to which the range between both is not bisected."""
+"""Ratio of an expected peak to the largest measured one, up to which memory does not explain an out-of-memory result."""
 _SWEEPS = 4
 """Iterations of expectation propagation; each replaces the previous approximation of every one-sided observation."""
 _LEAST_SHARE = 1e-3
@@ -168,10 +168,8 @@ class MemoryPosterior:
         """Largest measured peak: a lower bound of the usable memory."""
         self.error_factor = 1.0
         """Factor on the variance of the errors that structures share, learnt from the peaks."""
-        self._failed = math.inf
-        """Least expected peak of a launch that ran out of memory to surprise."""
         self.unexplained = math.inf
-        """Least micro-batch of such a launch whose expected peak hardly exceeds the largest that ran."""
+        """Least micro-batch that ran out of memory to surprise, with an expected peak hardly above one that ran."""
         self._doubts: Numbers = np.zeros(0)
         """Factors on the variance of each structure's error, by index; 1 for indices beyond the end."""
 
@@ -247,21 +245,11 @@ class MemoryPosterior:
         expected = self._predicted(out_of_memory) + gains @ errors
         surprising = expected < self.usable - _SURPRISE_SIGMAS * spread
         of_limit = surprising & (expected >= self._ran)
-        self._failed = float(expected[of_limit].min(initial=math.inf))
         unexplained = surprising & (expected <= _CLOSE * self._ran)
         self.unexplained = float(out_of_memory.micro_batch[unexplained].min(initial=math.inf))
         doubted = np.bincount(out_of_memory.structure[surprising & ~of_limit])
         self._limit_variance *= 4.0 ** min(_MAX_SURPRISES, int(of_limit.sum()))
         self._doubts = 4.0 ** np.minimum(_MAX_STRUCTURE_SURPRISES, doubted)
-
-    @property
-    def bisected(self) -> float:
-        """Largest peak to try, in bytes: after a surprise, halfway in the logarithm from the largest measured peak.
-
-        The limit may then be anywhere between both. Infinite without a surprise, and once both are close.
-        """
-        close = self._failed <= _CLOSE * self._ran or not self._ran
-        return math.inf if close else math.sqrt(self._failed * self._ran)
 
     def _doubt(self, structure: Numbers) -> Numbers:
         """Return the additional variances of structures' errors due to surprises, relative to the device's memory."""

@@ -43,7 +43,7 @@ least best micro-batch below which it is.
 _MUCH_SLOWER = math.log1p(0.2)
 """Predicted deficit in log objective from which on a configuration is not measured as a last check."""
 GAIN_OF_CHECK = 0.005
-"""Mean relative gain of a last check on simulated machines (``benchmarks/README.md``)."""
+"""Assumed relative gain of a last check, which the posterior underestimates by definition."""
 _WORTH = 0.005
 """Expected improvement of another configuration above which unlikely ones wait."""
 

@@ -330,7 +330,7 @@ class Posterior:
 
     def edges(self, rows: Numbers) -> Numbers:
         """Return the largest micro-batch of each row expected to fit, bounded by observed successes and failures."""
-        limit = min(self._memory.limit, self._memory.bisected, self._problem.allowed_bytes)
+        limit = min(self._memory.limit, self._problem.allowed_bytes)
         edge = self._memory.largest(self._table.memory_inputs(rows, np.zeros(len(rows))), limit)
         highest = np.minimum(self._runs.smallest_too_large[rows] - 1, self._largest)
         result: Numbers = np.minimum(np.maximum(edge, self._runs.largest_fit[rows]), highest)

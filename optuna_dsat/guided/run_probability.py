@@ -59,8 +59,7 @@ class RunProbability:
         problem, observations = self._problem, self._observations
         peak, free, spread = self._memory.predict(self._table.memory_inputs(rows, sizes))
         fits = np.where(sizes <= self.largest_fit[rows], 1.0, normal_cdf(free / spread))
-        most = min(problem.allowed_bytes, self._memory.bisected)
-        within = (peak <= most) | (sizes <= self.largest_fit[rows])
+        within = (peak <= problem.allowed_bytes) | (sizes <= self.largest_fit[rows])
         if within.any() or observations.fits.any():
             fits = fits * within
         host, room = self._table.host[rows], float(problem.hardware.host_memory_bytes)

@@ -99,23 +99,13 @@ def test_what_the_formulas_do_not_explain_is_no_surprise_of_the_limit() -> None:
     assert wrong.limit == pytest.approx(posterior().usable, rel=0.05)
 
 
-def test_a_surprising_out_of_memory_has_the_range_above_the_largest_peak_that_ran_bisected() -> None:
-    def bisected(ran: int, *failed: int) -> float:
-        known, lost = posterior(), np.arange(1 + len(failed)) > 0
-        known.observe(loads([ran, *failed]), np.where(lost, np.nan, (10 + ran) * GIB), lost)
-        return known.bisected / GIB
-
-    assert bisected(2, 11) == pytest.approx((12 * 21) ** 0.5)
-    assert bisected(2, 11, 15) == pytest.approx(bisected(2, 11))
-    assert bisected(2, 27) == np.inf, "no surprise"
-    assert bisected(10, 11) == np.inf, "both are close"
-
-
 def test_out_of_memory_at_about_a_peak_that_ran_is_not_explained_by_memory() -> None:
     known = posterior()
     sizes, lost = loads([2, 16, 8], activations=0.001), np.array([False, True, True])
     known.observe(sizes, np.where(lost, np.nan, 12 * GIB), lost)
-    assert (known.unexplained, known.bisected) == (8, np.inf)
+    assert known.unexplained == 8
+    known.observe(loads([2, 16, 8]), np.where(lost, np.nan, 12 * GIB), lost)
+    assert known.unexplained == np.inf, "the samples may take more than predicted"
 
 
 def test_running_out_of_memory_below_what_the_device_held_speaks_against_the_structures_formula() -> None:

@@ -154,7 +154,7 @@ def chances(problem: Problem, launches: Launches, asked: Sequence[tuple[int, int
         count = len(inputs.lineage)
         return np.full(count, 1.0), np.full(count, 10.0 * GIB), np.full(count, 1.0 * GIB)
 
-    memory: Any = SimpleNamespace(predict=predict, bisected=np.inf, unexplained=np.inf)
+    memory: Any = SimpleNamespace(predict=predict, unexplained=np.inf)
     result = RunProbability(problem, observed(launches), memory)
     rows, sizes = (np.array(column) for column in zip(*asked, strict=True))
     return [float(fit) for fit in result.fits(rows, sizes)[1]]
@@ -262,25 +262,19 @@ def test_a_search_whose_stages_all_fail_is_over(kit: SimpleNamespace) -> None:
     assert 2 < len(study.trials) <= 5
 
 
-class Cramped(Machine):
-    """It runs out of memory at more than seven samples, far below the formulas, whatever the knobs."""
+class Capped(Machine):
+    """It runs out of memory at more than seven samples, which take hardly any."""
 
     def fits(self, params: Mapping[str, Any]) -> bool:
         return bool(params[MICRO_BATCH] <= 7)
-
-
-class Capped(Cramped):
-    """Samples take no memory besides."""
 
     def peak(self, params: Mapping[str, Any]) -> int:
         return super().peak({**params, MICRO_BATCH: 1})
 
 
-@pytest.mark.parametrize("kind", [Cramped, Capped])
-def test_after_a_surprising_out_of_memory_few_others_follow(kit: SimpleNamespace, kind: type[Machine]) -> None:
-    profile = replace(PROFILE, activation_bytes_per_sample=2**20 if kind is Capped else GIB)
-    planner = GuidedPlanner(small_problem(profile=profile))
-    study, machine = kit.create(GuidedSampler(planner=planner, seed=1), NopPruner()), kind()
+def test_the_micro_batch_is_bisected_after_an_out_of_memory_that_no_memory_explains(kit: SimpleNamespace) -> None:
+    planner = GuidedPlanner(small_problem(profile=replace(PROFILE, activation_bytes_per_sample=2**20)))
+    study, machine = kit.create(GuidedSampler(planner=planner, seed=1), NopPruner()), Capped()
     study.enqueue_trial({**(machine.space.params_of(CONFIG) or {}), MICRO_BATCH: 1})
     machine.run(study, 16)
     outcomes = [trial.user_attrs[attributes.OUTCOME] for trial in study.trials]
