@@ -66,7 +66,7 @@ deviation of the structure's error.
 """
 _MAX_SURPRISES, _MAX_STRUCTURE_SURPRISES = 6, 3
 _CLOSE = 1.05
-"""Ratio of an expected peak to the largest measured one, up to which memory does not explain an out-of-memory result."""
+"""Ratio of an expected to the largest measured peak, up to which memory does not explain an out-of-memory result."""
 _SWEEPS = 4
 """Iterations of expectation propagation; each replaces the previous approximation of every one-sided observation."""
 _LEAST_SHARE = 1e-3
