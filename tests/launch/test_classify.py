@@ -384,7 +384,7 @@ def test_a_record_of_too_few_samples_is_no_error_of_the_script() -> None:
     ],
 )
 def test_evaluation_that_is_left_out_is_told(seconds: list[float], message: str) -> None:
-    steps = [replace(step(0, number), latency_s=1 + item, evaluation_s=item) for number, item in enumerate(seconds, start=1)]
+    steps = [replace(step(0, n), latency_s=1 + item, evaluation_s=item) for n, item in enumerate(seconds, start=1)]
     seen = {0: [started(0), ready(0), *steps, finished(0, steps=3)]}
     verdict = classify(facts(events=seen, slots=1, start_profile_step=2, end_profile_step=3, exit_codes={}))
     assert (verdict.outcome, verdict.message) == (Outcome.MEASURED, message)
