@@ -46,4 +46,4 @@ def test_processes_below_a_tuner_are_known_by_their_modules() -> None:
     assert all(map(find_spec, names.values()))
     for role, name in names.items():
         with subprocess.Popen([*waits, name], stdin=subprocess.PIPE) as child:
-            assert roles_of([os.getpid()])[role] == [child.pid]
+            assert child.pid in roles_of([os.getpid()])[role]  # beside warm parents of other tests
