@@ -129,8 +129,10 @@ def start_of_climb(rows: Numbers, sizes: Numbers, acquisition: Acquisition, chos
     return int(np.argmax(np.where(safe, sizes, 0))) if safe.any() else chosen
 
 
-def last_check(table: CandidateTable, posterior: Posterior, open_rows: Numbers) -> tuple[int, int, str] | None:
-    """Return a row and micro-batch that is measured before a search ends, and what it checks; None if none is left.
+def last_check(
+    table: CandidateTable, posterior: Posterior, open_rows: Numbers
+) -> tuple[Numbers, Numbers, Acquisition, str] | None:
+    """Return row, micro-batch, acquisition and purpose of a configuration to measure before a search ends, or None.
 
     The posterior relies on smooth curves, and on settings with similar effects in all structures. Exceptions are looked
     for at the best configuration, unless they are predicted to be much slower or not to fit:
@@ -164,8 +166,8 @@ def last_check(table: CandidateTable, posterior: Posterior, open_rows: Numbers) 
         fast = acquisition.log_objective > acquisition.over - _MUCH_SLOWER
         value = np.where(fast & (acquisition.fits >= _LIKELY), acquisition.value, -1.0)
         if value.max(initial=-1.0) >= 0:
-            chosen = int(descending(value)[0])
-            return int(rows[chosen]), int(sizes[chosen]), words
+            chosen = descending(value)[:1]
+            return rows[chosen], sizes[chosen], acquisition.take(chosen), words
     return None
 
 
@@ -226,7 +228,7 @@ def reason_of(
     """Return why a configuration is launched, such as ``larger micro-batch, predicted 4% faster than the best``.
 
     ``log_objective`` is its posterior mean, ``fits`` its probability to run; it ``climbs`` if meant for a larger
-    micro-batch; ``checks`` is what it checks (``last_check``), if anything.
+    micro-batch; ``checks`` is the purpose of a last check (``last_check``), else empty.
     """
     if posterior.incumbent is None:
         return f"most likely to run: {fits:.0%}"

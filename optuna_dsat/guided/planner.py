@@ -31,7 +31,7 @@ The search ends under either of two conditions:
 - The remaining gain is, with 90% probability, below the noise between launches of a configuration (``remaining``), so
   that resolving it needs more launches than it is worth.
 
-Before it ends, it measures around the best configuration what the posterior may miss (``order.last_check``).
+Before it ends, it looks around the best configuration for exceptions from the posterior (``order.last_check``).
 
 If no single launch is worth its cost, long launches are skipped.
 
@@ -298,9 +298,7 @@ class GuidedPlanner:
             check = last_check(self.problem.table, posterior, open_rows)
             if check is None:
                 return None
-            *configuration, checks = check
-            rows, sizes = np.array(configuration, dtype=np.int64)[:, None]
-            acquisition = posterior.acquisition(rows, sizes)
+            rows, sizes, acquisition, checks = check
             if posterior.relative_costs(acquisition)[0] * self.min_gain > GAIN_OF_CHECK:
                 return None
         else:

@@ -284,7 +284,7 @@ def _tuned_rows(views: Sequence[StudyView]) -> list[Row]:
 
 
 def _tuned(view: StudyView) -> dict[str, str]:
-    """Return what a study tuned, as its own report has it, and how far it is; unknown facts are empty."""
+    """Return the facts of a study's own report on its script and machine, and its progress; unknown facts are empty."""
     facts = {"Script": "", "Model": "", "Device": "", **dict(tuned(view))}
     del facts["Versions"]
     ended = "no" if view.end_reason is None else view.end_reason or "yes"

@@ -364,8 +364,8 @@ def test_a_search_ends_with_checks_around_the_best(kit: SimpleNamespace, monkeyp
             Machine(device_gib=80).run(study, 1)
         posterior = Posterior(problem, problem.table.observations_of_trials(study.trials), samples_limit=None)
         result = order.last_check(problem.table, posterior, rows)
-        assert result is None or (result[0] == row) == ("peak" in result[2])
-        return result and result[1:]
+        assert result is None or (result[0] == row) == ("peak" in result[3])
+        return result and (int(result[1][0]), result[3])
 
     assert check(2, 5) == (5, "untested with ZeRO 2"), "overlap_comm"
     assert check(1, overlap_comm=not params["overlap_comm"]) is None, "5 is small"
