@@ -387,6 +387,19 @@ def test_rounds_end_once_the_speed_up_is_known_and_a_clearly_worse_one_leaves() 
     assert turn[0] == 4
 
 
+def test_two_rounds_are_enough_for_a_winner_where_launches_of_the_search_hardly_differ() -> None:
+    precise = rounds_of({OWN: [10.0, 10.01], 1: [16.0, 16.02], 2: [12.0, 12.01]})
+    assert next_in_rounds(precise, TRIALS, spec=spec(), allowed_s=1e9, noise=0.005) is None
+    for noise in (None, 0.02):
+        turn = present(next_in_rounds(precise, TRIALS, spec=spec(), allowed_s=1e9, noise=noise))
+        assert turn[0] == 3
+    for values in ([16.0, 14.0], [9.9, 9.91]):  # not precise; not better than the user's config
+        rounds = rounds_of({OWN: [10.0, 10.01], 1: values, 2: [9.0, 9.01]})
+        assert present(next_in_rounds(rounds, TRIALS, spec=spec(), allowed_s=0.0, noise=0.005))[0] == 3
+    begun = rounds_of({OWN: [10.0], 1: [16.0], 2: [12.0]})
+    assert present(next_in_rounds(begun, TRIALS, spec=spec(), allowed_s=1e9, noise=0.0))[0] == 2
+
+
 def test_the_time_for_rounds_is_limited_after_three_or_as_given() -> None:
     vague = rounds_of({OWN: [10.0, 10.5, 9.5], 1: [16.0, 15.0, 17.0]})
     assert next_in_rounds(vague, TRIALS, spec=spec(), allowed_s=60.0) is None, "six launches of ten seconds"

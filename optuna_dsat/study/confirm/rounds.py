@@ -25,7 +25,7 @@ from optuna_dsat.trials import attributes
 from optuna_dsat.words import things_in_words
 
 MIN_ROUNDS = 3
-"""Minimum number of rounds before any decision."""
+"""Minimum number of rounds before any decision; one less for a winner whose launches hardly differ."""
 _MOST_FAILURES = 2
 """Launches that may fail with a transient error (a stall, a lost connection) before a configuration is dropped."""
 
