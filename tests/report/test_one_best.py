@@ -115,6 +115,20 @@ def of_files(bench: ReportedStudyBench) -> Shown:
     return Shown(metrics["trial"], metrics["value"], metrics["speed_up"])
 
 
+def metrics_of(
+    bench: ReportedStudyBench, capsys: pytest.CaptureFixture[str], result: StudyResult | None
+) -> dict[str, dict[str, Any]]:
+    """Return the metrics of the result and of the user's config, by view."""
+    asked = {"show": ("show", "s", "--json"), "export": ("export", "s")}
+    matches = {name: json.loads(command(bench, capsys, *args))["verdict"] for name, args in asked.items()}
+    if result is not None:
+        written = json.loads((bench.folder / "out" / "s" / "best_ds_metrics.json").read_text())
+        matches |= {"file": written["verdict"], "Python": result.to_json()["verdict"]}
+        assert written["metrics"] == written["verdict"]["metrics"]
+        assert result.metrics == result.to_json()["verdict"]["metrics"]
+    return matches
+
+
 def of_report(view: StudyView) -> Iterator[tuple[str, Shown]]:
     result, verdict = view.result, view.verdict
     assert result is not None
@@ -167,6 +181,11 @@ def agree(bench: ReportedStudyBench, capsys: pytest.CaptureFixture[str], *, resu
         show_result(result, as_json=False)
         printed = capsys.readouterr().out
         assert all(line in printed for line in verdict_in_words(verdict, metric="throughput"))
+    for name, metrics in metrics_of(bench, capsys, result).items():
+        assert metrics["metrics"] == pytest.approx(dict(verdict.result.metrics)), name
+        assert metrics["metrics"]["throughput"] == pytest.approx(expected.value), name
+        assert metrics["user_metrics"] == pytest.approx(dict(present(verdict.baseline).metrics)), name
+        assert metrics["user_metrics"]["throughput"] == pytest.approx(present(verdict.baseline).value), name
     for name, shown in matches.items():
         assert shown.trial == expected.trial, name
         assert shown.value == pytest.approx(expected.value), name
