@@ -7,6 +7,7 @@ import sys
 import types
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from optuna_dsat.integrations.deepspeed_trial.loaders import Shard
 from optuna_dsat.runtime.adapt.batch_sources import BatchSources
 from optuna_dsat.runtime.adapt.config import default_config_option
 from optuna_dsat.runtime.measure.inputs import sample_counter
+from tests.harness import present
 
 
 class Fed:
@@ -289,7 +291,45 @@ def test_options_that_may_mean_a_stage_are_noted_with_what_they_accept() -> None
 def test_the_loader_of_the_last_batch_is_known() -> None:
     made = sources()
     assert made.numbers(set()).loaded is None
-    assert [made.numbers(set()).loaded for _ in DataLoader(torch.arange(6), batch_size=4)] == [4, 4]  # type: ignore[arg-type]
+    assert [made.numbers(set()).loaded for _ in DataLoader(torch.arange(6), batch_size=4)] == [4, 2]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("shape", [(4, 3), (4, 3, 3)])
+def test_a_short_last_batch_is_not_a_full_batch_of_as_many_rows_as_samples(
+    shape: tuple[int, ...], ahead: int, workers: int
+) -> None:
+    """Sequences and images as long, or with as many channels, as the batch size: the batch of 2 counted as 4."""
+    made = sources()
+    count = sample_counter(lambda: made.numbers({4}))
+    images: Any = torch.zeros(10, *shape)
+    batches = iter(DataLoader(images, batch_size=4, num_workers=workers))
+    waiting, fed = list(islice(batches, ahead)), list[int]()
+    while waiting or len(fed) < 3:
+        waiting += islice(batches, 1)
+        fed.append(present(count(((waiting.pop(0),), {}))).samples)
+    assert fed == [4, 4, 2]
+
+
+@pytest.mark.parametrize("length", [4, 7])
+def test_a_short_last_batch_is_counted_where_time_comes_first(length: int) -> None:
+    made = sources()
+    count = sample_counter(lambda: made.numbers({4}))
+    series: Any = torch.zeros(10, length, 3)
+    batches = DataLoader(series, batch_size=4, collate_fn=lambda items: torch.stack(items, dim=1))
+    assert [present(count(((batch,), {}))).samples for batch in batches] == [4, 4, 2]
+
+
+def test_packed_texts_of_a_short_last_batch_are_counted() -> None:
+    made = sources()
+    count = sample_counter(lambda: made.numbers({4}))
+    texts: DataLoader[Any] = DataLoader(
+        [torch.zeros(n % 3 + 1, dtype=torch.long) for n in range(10)],  # type: ignore[arg-type]
+        batch_size=4,
+        collate_fn=lambda items: torch.cat(items)[None],
+    )
+    assert [present(count(((batch,), {}))).samples for batch in texts] == [4, 4, 2]
 
 
 class OwnLoader:

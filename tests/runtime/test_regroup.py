@@ -21,19 +21,22 @@ class Pair(NamedTuple):
 
 def test_indices_follow_each_change_in_order() -> None:
     scale = Fraction(1)
-    lists = iter(RegroupedIndices([[n, n + 1, n + 2, n + 3] for n in range(0, 40, 4)], scale=lambda: scale))
+    prepared: list[list[int]] = []
+    own = [[n, n + 1, n + 2, n + 3] for n in range(0, 40, 4)]
+    lists = iter(RegroupedIndices(own, scale=lambda: scale, taken=prepared.append))
     taken = [next(lists)]
     for numerator, size in ((9, 9), (1, 1), (4, 4), (8, 8)):
         scale = Fraction(numerator, 4)
         taken.append(next(lists))
         assert len(taken[-1]) == size
     assert [index for batch in taken for index in batch] == list(range(4 + 9 + 1 + 4 + 8))
+    assert prepared == taken
 
 
 def test_the_loaders_own_size_keeps_the_last_batch_and_another_leaves_the_rest_out() -> None:
     batches = [[0, 1], [2, 3], [4]]
-    assert list(RegroupedIndices(batches, scale=lambda: Fraction(1))) == batches
-    assert list(RegroupedIndices(batches, scale=lambda: Fraction(2))) == [[0, 1, 2, 3]]
+    assert list(RegroupedIndices(batches, scale=lambda: Fraction(1), taken=id)) == batches
+    assert list(RegroupedIndices(batches, scale=lambda: Fraction(2), taken=id)) == [[0, 1, 2, 3]]
 
 
 def batches(size: int) -> Iterator[Any]:
@@ -60,6 +63,9 @@ def test_what_cannot_be_joined_is_refused() -> None:
     padded = iter([torch.zeros(2, 3), torch.zeros(2, 4)])
     with pytest.raises(NotLiveError, match="different lengths"):
         next(RegroupedBatches(padded, scale=lambda: Fraction(2)))
+    with pytest.raises(NotLiveError, match="as long as large"):
+        next(RegroupedBatches(iter([torch.zeros(2, 2, 3)] * 2), scale=lambda: Fraction(2)))
+    assert next(RegroupedBatches(iter([torch.zeros(2, 4, 3)] * 2), scale=lambda: Fraction(2))).shape == (4, 4, 3)
     with pytest.raises(NotLiveError, match="no tensors"):
         next(RegroupedBatches(iter([["text"]]), scale=lambda: Fraction(2)))
 
@@ -83,6 +89,15 @@ def test_inputs_that_are_the_same_in_every_pass_are_repeated() -> None:
     assert len(fed) == 8
     assert broadcast is mask
     assert same is step
+
+
+def test_the_same_inputs_that_are_as_long_as_large_are_not_repeated() -> None:
+    """A benchmark with time first was measured at twice the length: its samples were in the second dimension."""
+    repeated = RepeatedInputs(scale=lambda: Fraction(2))
+    tokens = torch.zeros(4, 4, dtype=torch.long)
+    repeated((tokens,), {})
+    with pytest.raises(NotLiveError, match="as long as large"):
+        repeated((tokens,), {})
 
 
 def test_inputs_that_the_script_makes_in_every_pass_stay_as_they_are() -> None:

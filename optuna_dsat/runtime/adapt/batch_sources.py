@@ -14,6 +14,7 @@ import os
 import sys
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from fractions import Fraction
 from itertools import islice
@@ -69,7 +70,9 @@ class BatchSources:
         self._repeat = repeat
         self._loaders: list[_Loader] = []
         self._loaded: int | None = None
-        """Batch size of the loader that yielded last; None if unknown."""
+        """Samples of the batch that a loader yielded last; None if unknown."""
+        self._recent: deque[int] = deque(maxlen=_READ_AHEAD + 1)
+        """Samples of the latest batches."""
         self._packed: int | None = None
         """Samples of its batch, if its rows are not samples (texts packed for flash attention, nodes of graphs)."""
         self._settings: dict[tuple[str, str], int] = {}
@@ -123,7 +126,9 @@ class BatchSources:
         """Return the numbers known so far to be batch sizes."""
         settings = [(key, value) for (_, key), value in self._settings.items()]
         named = {value for name, value in [*self._parsers.numbers().items(), *settings] if names_training_batch(name)}
-        return BatchNumbers(configured=configured, named=named, loaded=self._loaded, packed=self._packed)
+        return BatchNumbers(
+            configured=configured, named=named, loaded=self._loaded, packed=self._packed, recent={*self._recent}
+        )
 
     def rescale(self, ratio: Fraction) -> int:
         """Multiply the batch size of the data loaders that feed the engine, also within an iteration.
@@ -215,13 +220,17 @@ class BatchSources:
 
             def yielded(batch: Any) -> None:
                 self._loaded = self._packed = None
+                taken = noted.taken.popleft() if noted is not None and noted.taken else None
                 if noted is not None and noted.made_with is not None:
                     scale = noted.arrived(self._scale_of(noted))
-                    self._loaded = int(noted.made_with * scale)
+                    self._loaded = int(noted.made_with * scale) if taken is None else taken
+                    self._recent.append(self._loaded)
                     rows = [int(tensor.shape[0]) for tensor in shaped_tensors(batch)]
                     self._packed = self._loaded if noted.packs(rows, scale=scale) else None
 
             def begin() -> Any:
+                if noted is not None:
+                    noted.taken.clear()
                 batches = original(loader)
                 if not self._repeat or noted is None or getattr(loader, "_auto_collation", True):
                     return batches
@@ -243,7 +252,7 @@ class BatchSources:
             batches, noted = index_sampler.fget(loader), loader.__dict__.get("_optuna_dsat")
             if noted is None or not loader._auto_collation:
                 return batches
-            return RegroupedIndices(batches, scale=lambda: self._scale_of(noted))
+            return RegroupedIndices(batches, scale=lambda: self._scale_of(noted), taken=noted.take)
 
         loader_class._index_sampler = property(regrouped)
 
@@ -273,9 +282,16 @@ class _Loader:
         """Batches that its workers have ready or in preparation."""
         self.to_skip = 0
         """Batches to read that the script does not get."""
+        self.taken: deque[int | None] = deque()
+        """Samples of the batches in preparation; None for those of a dataset without indices, which may end."""
         self._scale = self._next_scale = Fraction(1)
         self._earlier = 0
         """Batches to come of ``_scale``, before those of ``_next_scale``."""
+
+    def take(self, indices: Any) -> None:
+        """Record a batch of indices that it prepares."""
+        first = next(iter(indices), None)
+        self.taken.append(None if first is None else len(indices))
 
     def arrived(self, scale: Fraction) -> Fraction:
         """Return the scale of the batch that it has yielded; prefetched batches have the one before ``scale``."""

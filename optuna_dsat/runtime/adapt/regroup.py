@@ -12,18 +12,27 @@ from fractions import Fraction
 from typing import Any
 from weakref import ref
 
-from optuna_dsat.runtime.measure.inputs import leading_dimension, tensors_of
+from optuna_dsat.runtime.measure.inputs import has_two_sample_dimensions, leading_dimension, tensors_of
 from optuna_dsat.runtime.measure.live import NotLiveError
 
 
 class RegroupedIndices:
-    """The batches of indices of a data loader; ``scale`` returns the present ratio of their size to its sampler's."""
+    """The batches of indices of a data loader; ``scale`` returns the present ratio of their size to its sampler's.
 
-    def __init__(self, batches: Any, *, scale: Callable[[], Fraction]) -> None:
+    ``taken`` gets each batch of indices when the data loader takes it.
+    """
+
+    def __init__(self, batches: Any, *, scale: Callable[[], Fraction], taken: Callable[[Any], object]) -> None:
         self._batches = batches
         self._scale = scale
+        self._taken = taken
 
     def __iter__(self) -> Iterator[Any]:
+        for indices in self._regrouped():
+            self._taken(indices)
+            yield indices
+
+    def _regrouped(self) -> Iterator[Any]:
         size, rest = 0, list[Any]()
         for indices in self._batches:
             size = max(size, len(indices))  # the last batch of an epoch may be smaller
@@ -46,7 +55,7 @@ class RegroupedBatches:
     """The batches of a data loader whose dataset yields batches; ``scale`` returns the present ratio to their size.
 
     Raises:
-        NotLiveError: In iteration, if batches cannot be joined.
+        NotLiveError: In iteration, if batches cannot be joined, or samples may be in either of two dimensions.
     """
 
     def __init__(self, batches: Iterator[Any], *, scale: Callable[[], Fraction]) -> None:
@@ -64,6 +73,8 @@ class RegroupedBatches:
             batch = next(self._batches)
             if self._scale() == 1 and self._rest is None:
                 return batch
+            if has_two_sample_dimensions(batch):
+                raise NotLiveError("the data loader's batches are as long as large")
             self._size = max(self._size, self._samples(batch))
             self._rest = batch if self._rest is None else _joined([self._rest, batch])
         wanted, joined = self._wanted, self._rest
@@ -111,6 +122,8 @@ class RepeatedInputs:
         size, scale = next((size for size in sizes if size > 1), min(sizes, default=0)), self._scale()
         if not size or scale == 1 or [*map(id, last)] != [*map(id, tensors)]:
             return args, kwargs
+        if has_two_sample_dimensions((args, kwargs)):
+            raise NotLiveError("the engine's inputs are as long as large")
         wanted = max(1, int(size * scale))
 
         def repeated(value: Any) -> Any:

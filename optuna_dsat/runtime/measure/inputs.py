@@ -60,6 +60,16 @@ def shaped_tensors(batch: Any) -> list[Any]:
     return [tensor for tensor in tensors_of(batch) if len(tensor.shape) > 0]
 
 
+def has_two_sample_dimensions(batch: Any) -> bool:
+    """Return whether a batch's samples may be in the first or second dimension, which are alike: (length, samples)."""
+    first = next(iter(shaped_tensors(batch)), None)
+    return first is not None and (_is_sequence(first) or _holds_tokens(first)) and first.shape[0] == first.shape[1]
+
+
+def _is_sequence(tensor: Any) -> bool:
+    return len(tensor.shape) >= 3 and "float" in str(getattr(tensor, "dtype", ""))
+
+
 def _holds_tokens(tensor: Any) -> bool:
     return len(tensor.shape) == 2 and str(getattr(tensor, "dtype", "")).rpartition(".")[2] in _TOKEN_TYPES
 
@@ -98,7 +108,9 @@ class BatchNumbers:
     named: Set[int]
     """Values of options and settings with the name of a batch size."""
     loaded: int | None
-    """Batch size of the data loader that yielded the current batch; None if unknown."""
+    """Samples of the batch that a data loader yielded last; None if unknown."""
+    recent: Set[int] = frozenset()
+    """Samples of its latest batches: the present one may have been read ahead of others."""
     packed: int | None = None
     """Samples of the loader's current batch, if its rows are not samples; None for other batches."""
 
@@ -141,12 +153,17 @@ def _samples_in(tensors: Sequence[Any], known: BatchNumbers) -> int:
     tensors then have them.
     """
     first, depth = tensors[0], len(tensors[0].shape)
-    count, sizes = int(first.shape[0]), known.configured | known.named | {known.loaded}
-    likely = (known.configured | known.named if known.loaded is None else {known.loaded}) - {1}
-    is_sequence = depth >= 3 and "float" in str(getattr(first, "dtype", ""))
-    if count not in sizes and (is_sequence or _holds_tokens(first)):
+    loaded = known.recent | {known.loaded}
+    count, sizes = int(first.shape[0]), known.configured | known.named | loaded
+    likely = (known.configured | known.named if known.loaded is None else loaded) - {1}
+    is_sequence = _is_sequence(first)
+    if is_sequence or _holds_tokens(first):
         ambiguous = set() if known.loaded == 1 and not is_sequence else {1}  # sound of one channel
-        if first.shape[1] in ({known.loaded} if depth > 3 else sizes - ambiguous):
+        second = loaded if depth > 3 else sizes - ambiguous
+        if count in sizes:  # it is the length only if the second dimension is that of a short last batch
+            is_short = depth <= 3 and known.loaded != count and known.loaded != max(known.recent, default=None)
+            second = {known.loaded} - ambiguous if is_short else set()
+        if first.shape[1] in second:
             return int(first.shape[1])
     if count == 1 or (count not in sizes and known.loaded is not None):
         # Without a loader, a vector may be the bounds of the texts in a row.
