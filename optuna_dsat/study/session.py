@@ -95,7 +95,8 @@ class Session:
     def _profile(self) -> SearchContext:
         """Return the study with its profile; from then on the spec follows the script's trainer."""
         refused = refused_knobs(self.spec, None)
-        self._context.say(refused_in_words(refused))
+        if not self._request.is_retry:
+            self._context.say(refused_in_words(refused))
         names = tuple(device.name for device in self._request.devices.devices)
         turn = ProfileTurn(
             self._context,

@@ -279,5 +279,7 @@ class StudyRequest:
     """Whether to confirm and export the winner; a worker that joins leaves that to the study's owner."""
     relocated: bool = False
     """Whether ``spec`` is the stored one with this machine's paths: it is neither compared nor stored."""
+    is_retry: bool = False
+    """Whether the same search began at another number of ranks, and has shown how it launches."""
     callbacks: Sequence[Callable[[optuna.Study, optuna.trial.FrozenTrial], None]] = ()
     """Called after each launched trial, as the callbacks of ``optuna.Study.optimize``."""

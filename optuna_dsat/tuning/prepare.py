@@ -120,7 +120,8 @@ def at_ranks(prepared: Prepared, ranks: int) -> Prepared | None:
     if given or options.on != "here" or ranks >= devices.per_launch:
         return None
     values = {"gpus_per_trial" if devices.kind == "cuda" else "cpu_ranks": ranks}
-    return prepare(prepared.request.spec.method, prepared.given.with_values(values, "the script"))
+    again = prepare(prepared.request.spec.method, prepared.given.with_values(values, "the script"))
+    return replace(again, request=replace(again.request, is_retry=True))
 
 
 _OF_ALL_SCRIPTS = frozenset({

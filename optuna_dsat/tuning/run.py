@@ -79,7 +79,7 @@ def run_study(request: StudyRequest, *, observer: Observer) -> StudyRun:
     try:
         with quiet_optuna(), Store.open(request.storage) as store, notes.kept_in(store):
             shown = store.url
-            if spec.on == "here":
+            if spec.on == "here" and not request.is_retry:
                 notify(f"Launches run with {examined(spec.python or sys.executable)}.")
             session = Session(request, store=store, launcher=launcher, observer=notes)
             try:

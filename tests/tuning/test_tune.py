@@ -151,13 +151,17 @@ def test_a_script_that_sets_its_number_of_ranks_is_tuned_with_that_unless_an_opt
     bench: EntryPointBench, capfd: pytest.CaptureFixture[str]
 ) -> None:
     bench.landscape = OneRank()
-    options = {**QUICK, "cpu_ranks": None, "quiet": False, "max_trials": 2}
+    options = {**QUICK, "cpu_ranks": None, "quiet": False, "max_trials": 2, "allow": ["lossy"]}
     with pytest.raises(ScriptFailedError, match="launch has 2 ranks: tune with"):
         optuna_dsat.tune("train.py", "ds.json", study="two", **{**options, "cpu_ranks": 2})
+    capfd.readouterr()
     result = optuna_dsat.tune("train.py", "ds.json", **options)
     assert result.train_batch_size == result.config["train_micro_batch_size_per_gpu"], "of one rank"
-    assert "The script sets its number of ranks: launches have 1 rank, as by --cpu-ranks 1." in capfd.readouterr().err
-    assert leave("random", "train.py", "ds.json", "--metric", "throughput", "--max-trials", "3", "--confirm", "1") == 0
+    printed = capfd.readouterr().err
+    assert "The script sets its number of ranks: launches have 1 rank, as by --cpu-ranks 1." in printed
+    assert printed.count("Launches run with") == printed.count("Allowed, and not searched") == 1
+    again = ("--metric", "throughput", "--max-trials", "3", "--confirm", "1", "--allow", "lossy")
+    assert leave("random", "train.py", "ds.json", *again) == 0
     assert "The study continues: launches have 1 rank, as by --cpu-ranks 1." in capfd.readouterr().err
     assert len(result.trials()) == 3
 
