@@ -59,7 +59,14 @@ class UsageError(DsatError):
 
 
 class ConfigError(UsageError):
-    """An invalid DeepSpeed config; the message names the file or key, the value and the rule."""
+    """An invalid DeepSpeed config; the message names the file or key, the value and the rule.
+
+    ``key`` is the dotted key whose value is invalid, if the message has yet to name the file.
+    """
+
+    def __init__(self, message: str, *, key: str = "") -> None:
+        super().__init__(message)
+        self.key = key
 
 
 class StudyConflictError(UsageError):

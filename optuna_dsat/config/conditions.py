@@ -196,6 +196,11 @@ class Knob:
     """Whether it is useful with several ranks only: sampled with a single rank only if the user lists values."""
 
     @property
+    def key(self) -> str:
+        """Its dotted key in a DeepSpeed config."""
+        return ".".join(self.path)
+
+    @property
     def is_in_offload(self) -> bool:
         """Whether it is a detail of an offload, in the section of its device."""
         return len(self.path) > 2 and self.kind != "device" and self.name != NVME

@@ -218,7 +218,7 @@ def batch_triangle(config: Mapping[str, Any], *, world_size: int) -> BatchTriang
         accumulation = accumulation or 1
         micro = train // (accumulation * world_size)
     if not micro or not accumulation or train != micro * accumulation * world_size:
-        raise ConfigError(_contradiction(config, train=train, world_size=world_size))
+        raise ConfigError(_contradiction(config, train=train, world_size=world_size), key=TRAIN_BATCH)
     return BatchTriangle(train_batch_size=train, micro_batch=micro, gradient_accumulation_steps=accumulation)
 
 

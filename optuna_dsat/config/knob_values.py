@@ -60,8 +60,11 @@ def resolve_names(names: Iterable[str], *, option: str) -> tuple[str, ...]:
 
 
 def resolve_fixed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return knob -> value of ``--fix``, whose names are as of ``resolve_names``."""
-    return {name: value for key, value in values.items() for name in resolve_names((key,), option="--fix")}
+    """Return knob -> value of ``--fix``, as of ``resolve_names`` and ``normalise``."""
+    fixed = {name: value for key, value in values.items() for name in resolve_names((key,), option="--fix")}
+    for name, value in fixed.items():
+        normalise(name, KNOB_OF[name].kind if name in KNOB_OF else "count", value, of="--fix ")
+    return fixed
 
 
 PERMISSIONS: tuple[str, ...] = tuple(dict.fromkeys(knob.permission for knob in KNOBS if knob.permission))
@@ -83,55 +86,64 @@ _ALIKE = 0.6
 """Minimum similarity of a misspelt name to a knob: short names such as ``stage`` have few letters."""
 
 
-def normalise(name: str, kind: Kind, value: Any) -> Any:
+def normalise(name: str, kind: Kind, value: Any, *, key: str = "", of: str = "") -> Any:
     """Return a knob's value in its suggested form: ``5e8`` becomes 500000000, ``"true"`` becomes True.
 
-    Text is read like JSON, so values from a command line can be passed unchanged.
+    Text is read like JSON, so values from a command line can be passed unchanged. ``key`` is the dotted key in a
+    config that has the value, ``of`` an option before the name.
 
     Raises:
         ConfigError: If the value has the wrong type or DeepSpeed would refuse it.
     """
+    try:
+        return _normalised(name, kind, value)
+    except ConfigError as error:
+        raise ConfigError(f"{key or of + name} is {as_written(value)}; {error}.", key=key) from None
+
+
+def _normalised(name: str, kind: Kind, value: Any) -> Any:
+    """Return the value; ``ConfigError`` with the rule that an invalid value violates."""
     if kind == "device":
-        return _device(name, value)
+        return _device(value)
     if kind in ("modules", "section") and isinstance(value, Mapping):
         return True
     if kind in ("flag", "modules", "section"):
         try:
             return _FLAG.validate_python(value)
         except ValidationError:
-            raise ConfigError(f"{name} is {as_written(value)}; it must be true or false.") from None
+            raise ConfigError("it must be true or false") from None
     if kind == "share":
-        return _share(name, value)
+        return _share(value)
     number = 0 if kind == "blocks" and value in (None, "none") else _whole(name, value)
     if kind == "stage" and number not in ZERO_STAGES:
-        raise ConfigError(f"{name} is {as_written(value)}; ZeRO stages are 0, 1, 2 and 3.")
+        raise ConfigError("ZeRO stages are 0, 1, 2 and 3")
     if kind == "ranks":
         number = number or 1  # DeepSpeed treats 0 as 1
     lowest = 1 if kind in ("count", "ranks") else _MINIMUM.get(name, 0)
     if number < lowest:
-        raise ConfigError(f"{name} is {as_written(value)}; it must be at least {lowest}.")
+        raise ConfigError(f"it must be at least {lowest}")
     if name == "allgather_bucket_size" and number % 2:
-        raise ConfigError(f"{name} is {as_written(value)}; DeepSpeed accepts even numbers only.")
+        raise ConfigError("DeepSpeed accepts even numbers only")
     return number
 
 
-def _device(name: str, value: Any) -> str:
+def _device(value: Any) -> str:
     if isinstance(value, Mapping):
         value = value.get("device", "none")
     if value is None or value is False or value == "auto":  # accelerate and the Trainer fill in their own value
         return "none"
     if value not in ("none", "cpu", "nvme"):
-        raise ConfigError(f"{name} is {as_written(value)}; it must be none, cpu or nvme.")
+        raise ConfigError("it must be none, cpu or nvme")
     return str(value)
 
 
-def _share(name: str, value: Any) -> float:
+def _share(value: Any) -> float:
     try:
         number = -1.0 if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         number = -1.0
     if not 0 <= number <= 1:
-        raise ConfigError(f"{name} is {as_written(value)}; it must be a number from 0 to 1.")
+        raise ConfigError("it must be a number from 0 to 1")
     return number
 
 
@@ -143,7 +155,7 @@ def _whole(name: str, value: Any) -> int:
     except ValueError:
         pass
     example = "one of 0, 1, 2 and 3" if name == ZERO_STAGE else "a whole number, such as 5e8 or 500000000"
-    raise ConfigError(f"{name} is {as_written(value)}; it must be {example}.")
+    raise ConfigError(f"it must be {example}")
 
 
 def distinct_sizes(name: str, sizes: Iterable[int], params: int | None) -> Iterable[int]:

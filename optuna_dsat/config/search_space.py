@@ -413,7 +413,10 @@ def _write_in_offloads(tuned: TunedKnob, values: Mapping[str, Any], zero: dict[s
 
 def device_of(zero: Mapping[str, Any], name: str) -> str:
     """Return the device of an offload section: ``none``, ``cpu`` or ``nvme``."""
-    value: str = normalise(name, "device", zero.get(name))
+    section = zero.get(name)
+    value: str = normalise(
+        name, "device", section.get("device") if isinstance(section, Mapping) else section, key=f"{ZERO}.{name}.device"
+    )
     return value
 
 
@@ -423,10 +426,10 @@ def present(knob: Knob, zero: Mapping[str, Any]) -> Any:
         return device_of(zero, knob.name)
     value = knob.value_in(zero)
     if knob.is_in_offload or knob.kind in ("modules", "section") or not knob.is_of_zero:
-        return knob.default if value in (None, configs.AUTO) else normalise(knob.name, knob.kind, value)
+        return knob.default if value in (None, configs.AUTO) else normalise(knob.name, knob.kind, value, key=knob.key)
     if value is None or value == configs.AUTO:
         value = configs.zero_default(knob.path[1], stage=zero.get("stage", 0))
-    return normalise(knob.name, knob.kind, value)
+    return normalise(knob.name, knob.kind, value, key=knob.key)
 
 
 def capped(name: str, value: int, params: int | None) -> int:

@@ -211,7 +211,8 @@ class _Builder:
         sections = {"stage", *(knob.path[1] for knob in KNOBS if knob.is_of_zero)} | _LEGACY.keys()
         for key, value in zero.items() if isinstance(zero, Mapping) else ():
             if isinstance(value, list) and key not in sections:
-                raise ConfigError(f"{ZERO}.{key} is a list, but not a knob. The knobs are {known_names()}.")
+                wrong = f"{ZERO}.{key}"
+                raise ConfigError(f"{wrong} is a list, but not a knob. The knobs are {known_names()}.", key=wrong)
 
     def _may_search(self, knob: Knob) -> bool:
         """Return whether a knob needs no permission, or has it."""
@@ -265,7 +266,7 @@ class _Builder:
             return self._default_choices(knob)
         if not isinstance(value, list):
             return None
-        return unique(normalise(knob.name, knob.kind, item) for item in value)
+        return unique(normalise(knob.name, knob.kind, item, key=knob.key) for item in value)
 
     def _stages(self) -> tuple[int, ...]:
         knob = KNOB_OF[ZERO_STAGE]

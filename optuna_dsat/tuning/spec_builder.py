@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.documents import is_pipe
 from optuna_dsat.config.knobs import BIND_CORES, MODEL, ZERO_STAGE
-from optuna_dsat.errors import UsageError
+from optuna_dsat.errors import ConfigError, UsageError
 from optuna_dsat.launch.machine.devices import Devices, cpu_devices, detect_devices, refuse_build
 from optuna_dsat.launch.machine.host import available_memory_bytes
 from optuna_dsat.launch.machine.slots import only_free
@@ -45,7 +46,8 @@ def build_spec(method: str, options: TuneOptions, devices: Devices) -> StudySpec
     config = ds_config.merge(user.raw, target.overwrites)
     slots = one_count(options.gpus_per_trial, option="--gpus-per-trial") or devices.per_launch
     configured = ds_config.effective(config)
-    ds_config.batch_triangle(configured, world_size=ds_config.data_parallel_ranks(configured, slots))
+    with _named(path, target.overwrites):
+        ds_config.batch_triangle(configured, world_size=ds_config.data_parallel_ranks(configured, slots))
     mappings = {**(user.autotuning.arg_mappings or {}), **(options.arg_mapping or {})}
     stem = "".join(name if name.isprintable() else "_" for name in target.stem)  # a folder's name, without line breaks
     secrets = References(target.args, options.env or {}, config)
@@ -90,8 +92,21 @@ def build_spec(method: str, options: TuneOptions, devices: Devices) -> StudySpec
     keep(secrets.values)
     from optuna_dsat.study.space import space_of
 
-    space_of(_at_known_batch(spec), None)  # rejects knobs and values outside the space
+    with _named(path, target.overwrites):
+        space_of(_at_known_batch(spec), None)  # rejects knobs and values outside the space
     return spec
+
+
+@contextmanager
+def _named(path: Path | None, overwrites: Mapping[str, Any]) -> Iterator[None]:
+    """Name the config's file in errors on its values, unless hyperparameters may have set them."""
+    try:
+        yield
+    except ConfigError as error:
+        section = error.key.partition(".")[0]
+        if not section or path is None or section in overwrites:
+            raise
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def _at_known_batch(spec: StudySpec) -> StudySpec:

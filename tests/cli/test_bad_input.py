@@ -24,6 +24,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "triangle.json").write_text(
         json.dumps({"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2})
     )
+    (tmp_path / "bucket.json").write_text('{"zero_optimization": {"stage": 2, "reduce_bucket_size": "large"}}')
     (tmp_path / "plain-file").write_text("")
     (tmp_path / "definition.py").write_text("class MyTrial:\n    raise SystemExit('never run')\n")
     (tmp_path / "runs" / "batches-00000004").mkdir(parents=True)
@@ -51,7 +52,12 @@ CASES = {
     "config-duplicate-key": (["random", "train.py", "twice.json"], "bf16"),
     "stage": (["random", "train.py", "ds.json", "--zero-stages", "1", "5"], "'5'; ZeRO stages are 0, 1, 2 and 3"),
     "metric": (["random", "train.py", "ds.json", "--metric", "speed"], "--metric is 'speed'"),
-    "triangle": (["random", "train.py", "triangle.json"], "train_batch_size"),
+    "triangle": (["random", "train.py", "triangle.json"], "triangle.json: train_batch_size is 7, but must be 2 (train"),
+    "size-is-a-word": (
+        ["random", "train.py", "bucket.json"],
+        "bucket.json: zero_optimization.reduce_bucket_size is 'large'; it must be a whole number",
+    ),
+    "fix-is-a-word": (["random", "train.py", "ds.json", "--fix", "stage=two"], "--fix zero_stage is 'two'; it must be"),
     "gpus": (["random", "train.py", "ds.json", "--gpus-per-trial", "9"], "--gpus-per-trial is 9, but this machine"),
     "output-dir": (["random", "train.py", "ds.json", "--output-dir", "plain-file/out"], "cannot be written to"),
     "storage-not-sqlite": (
