@@ -9,6 +9,7 @@ from optuna.study import Study
 
 from optuna_dsat.guided.planner import GuidedPlanner
 from optuna_dsat.samplers._base import LineageSampler, Proposal
+from optuna_dsat.trials.bisection import EDGE_WIDTH
 from optuna_dsat.trials.history import StudyHistory, structure_edge
 from optuna_dsat.trials.lineage import MICRO_BATCH, PLAN_ATTR, Feasibility, Lineage, feasibility, unused_micro_batches
 
@@ -70,6 +71,8 @@ class LineageRandomSampler(LineageSampler):
             high = self._ceiling(lineage.params, history.trials, distribution)
         if lineage.trials:
             low, high = bounds_left(lineage, high, distribution, edge=structure_edge(lineage, history.lineages))
+            if high == distribution.high and high - low + 1 <= EDGE_WIDTH * (lineage.largest_fit or 0):
+                return None  # the data end it, not memory
         likely = _draw_between(self._likely(lineage, low, high), high, distribution, lineage, rng)
         return likely or _draw_between(low, high, distribution, lineage, rng)
 

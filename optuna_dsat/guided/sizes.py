@@ -12,9 +12,12 @@ import numpy as np
 from optuna_dsat.cost.numbers import Numbers
 from optuna_dsat.guided.candidates import CandidateTable, Observations, are_simpler
 from optuna_dsat.guided.problem import REACH, Problem
+from optuna_dsat.trials.bisection import EDGE_WIDTH
 
 LEAST_GAIN = 0.02
 """Relative gain of a doubling below which a larger micro-batch is not worth a launch."""
+_ROUND = 8
+"""Multiples of this number may be faster than their neighbours."""
 _ROOM = 1.125
 """Least ratio of the micro-batches of a structure that saves memory and of a simpler structure."""
 _NEAR_EDGE, _AROUND_EDGE = 2, (0.75, 0.9, 1.03, 1.06, 1.12)
@@ -84,6 +87,36 @@ def _within_data(problem: Problem, samples_limit: int | None) -> int:
         return int(problem.sizes[-1])
     within = problem.sizes[problem.sizes * problem.accumulation(problem.sizes) <= samples_limit]
     return int(within[-1] if len(within) else problem.sizes[0])
+
+
+def near_used(
+    problem: Problem,
+    observations: Observations,
+    edges: Numbers,
+    rows: Numbers,
+    sizes: Numbers,
+    *,
+    samples_limit: int | None,
+) -> Numbers:
+    """Return a mask of n configurations as fast as a trial of nearly this micro-batch, where memory is no limit.
+
+    Near the edge of memory close micro-batches tell where it is. Where the dataset ends micro-batches first, a trial
+    has nothing to learn from them, unless the number is rounder.
+
+    Args:
+        problem: The problem.
+        observations: The trials.
+        edges: Largest micro-batch expected to fit of each row of the table.
+        rows: Rows of the n configurations.
+        sizes: Their micro-batches.
+        samples_limit: Samples per rank and step that the dataset allows; None if unknown.
+    """
+    most, result = _within_data(problem, samples_limit), np.zeros(len(rows), dtype=bool)
+    for row, used in observations.used.items():
+        for size in used if edges[row] >= most else ():
+            rounder = (sizes % _ROUND == 0) & (size % _ROUND > 0)
+            result |= (rows == row) & (np.abs(sizes - size) <= EDGE_WIDTH * size) & ~rounder
+    return result
 
 
 def _within_reach(problem: Problem, observations: Observations) -> int:

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from statistics import variance
 from typing import Any
@@ -24,8 +25,9 @@ from optuna_dsat.study.confirm.verdict import VerdictKind
 from optuna_dsat.study.search.methods import Method
 from optuna_dsat.study.stored import read_stored
 from optuna_dsat.trials import attributes
+from optuna_dsat.trials.bisection import EDGE_WIDTH
 from tests.harness import present
-from tests.harness.landscapes import Hill
+from tests.harness.landscapes import GIB, Hill
 from tests.harness.simulated import SimulatedLauncher, SimulatedResult
 from tests.harness.studies import USER_CONFIG, StudyBench
 
@@ -234,6 +236,29 @@ def test_no_global_batch_is_searched_beyond_a_tenth_of_the_data(
     advice = str(result.learning_rate_advice)
     assert f"an epoch from {options['dataset_size'] // 4} to" in advice
     assert "rule of thumb" in advice
+
+
+@pytest.mark.parametrize("method", ["random", "guided"])
+def test_no_micro_batch_is_tried_next_to_another_where_the_data_end_them(
+    bench: StudyBench, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """A search of a script with 4,000 samples on two ranks tried 199 and 198 after 200."""
+
+    def rising(config: Mapping[str, Any]) -> SimulatedResult:
+        seconds = 0.02 + 0.002 * micro_batch_of(config)
+        return SimulatedResult(startup_s=10, forward_s=seconds, backward_s=0.0, step_s=0.0, peak_bytes=20 * GIB)
+
+    small = Hill(override=rising)
+    profile = replace(small.profile(2), activation_bytes_per_sample=2**24)
+    monkeypatch.setattr(Hill, "profile", lambda *_: profile)
+    bench.run(bench.spec(method=method, confirm=0, max_trials=30, dataset_size=4000), small, noise=0.01)
+    sizes: dict[str, list[int]] = {}
+    for config in bench.configs:
+        lineage = json.dumps({key: value for key, value in config.items() if "batch" not in key}, sort_keys=True)
+        sizes.setdefault(lineage, []).append(micro_batch_of(config))
+    assert max(max(tried) for tried in sizes.values()) >= 190, "up to a tenth of the data"
+    for first, second in (pair for tried in sizes.values() for pair in combinations(tried, 2)):
+        assert min(first, second) < 200 / (1 + EDGE_WIDTH) or (first % 8 and not second % 8), sizes
 
 
 @pytest.mark.parametrize("method", ["binary", "guided"])
