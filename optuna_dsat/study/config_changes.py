@@ -50,14 +50,17 @@ def config_changes(user: Mapping[str, Any], best: Mapping[str, Any]) -> tuple[Ch
 
 
 def changes_in_words(changes: Iterable[Change]) -> str:
-    """Return sentences with the changed, added and dropped keys; empty without any."""
+    """Return sentences with the changed, added and dropped keys; empty without any.
+
+    A dropped offload to ``none`` is left out: there is none without it.
+    """
     kinds: dict[str, list[str]] = {"Changed from your config": [], "Added": [], "Dropped": []}
     for change in changes:
         if change.own and change.best:
             kinds["Changed from your config"].append(f"{change.key} {change.own} -> {change.best}")
         elif change.best:
             kinds["Added"].append(f"{change.key} {change.best}")
-        else:
+        elif not (change.key.endswith(".device") and change.own == '"none"'):
             kinds["Dropped"].append(f"{change.key} {change.own}")
     return " ".join(f"{kind}: {', '.join(keys)}." for kind, keys in kinds.items() if keys)
 

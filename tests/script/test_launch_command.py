@@ -271,6 +271,7 @@ def test_settings_of_accelerates_yaml_that_a_config_file_replaces_are_reported_a
     (folder / "acc.yaml").write_text(ACCELERATE_CONFIG)
     assert launched("accelerate", words).notes == ()
     named = "  deepspeed_config_file: ds.json\n  gradient_clipping: 0.5\n  zero3_init_flag: false\n"
+    named += "  offload_param_device: none\n"
     (folder / "acc.yaml").write_text(ACCELERATE_CONFIG.replace("deepspeed_config:\n", "deepspeed_config:\n" + named))
     result = launched("accelerate", words)
     assert result.config == "ds.json"
@@ -279,6 +280,7 @@ def test_settings_of_accelerates_yaml_that_a_config_file_replaces_are_reported_a
     assert "gradient_accumulation_steps 2" in note
     assert "zero_stage 2" in note
     assert "zero3_init_flag" not in note
+    assert "offload_param_device" not in note, "no loss"
     assert "ds.json counts alone" in note
     (folder / "acc.yaml").write_text(ACCELERATE_CONFIG.replace("zero_stage", "zero_stge"))
     assert launched("accelerate", words).notes == (

@@ -160,8 +160,12 @@ def _ignored_fields(fields: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _dropped_fields(fields: Mapping[str, Any], config: str) -> tuple[str, ...]:
-    """Return a note on DeepSpeed settings in accelerate's YAML that are dropped in favour of the config file."""
-    named = ", ".join(f"{name} {value}" for name, value in fields.items() if name in _OF_A_CONFIG)
+    """Return a note on DeepSpeed settings in accelerate's YAML that are dropped in favour of the config file.
+
+    Without offload to ``none`` there is none either.
+    """
+    dropped = {name: value for name, value in fields.items() if name in _OF_A_CONFIG and _text(value) != "none"}
+    named = ", ".join(f"{name} {value}" for name, value in dropped.items())
     if not named:
         return ()
     return (
