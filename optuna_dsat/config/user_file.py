@@ -216,7 +216,7 @@ _KEYS = (
 READ_KEYS = frozenset((
     *_KEYS, *_SECTIONS, "allgather_size", "dataloader_drop_last", "datastates_ckpt", "disable_allgather",
     "disable_python_gc", "dump_state", "expert_parallel", "fp32_allreduce", "gradient_allreduce_op", "graph_harvesting",
-    "log_level", "managed_gradient_accumulation", "memory_breakdown", "quantize_training",
+    "data_parallel_size", "log_level", "managed_gradient_accumulation", "memory_breakdown", "quantize_training",
     "seq_parallel_communication_data_type", "sequence_parallel_size", "sparse_gradients", "timers",
     "use_data_before_expert_parallelism", "vocabulary_size", "weight_quantization", "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -200,3 +202,59 @@ def test_a_wrong_key_is_corrected_by_a_known_name_that_it_resembles() -> None:
     assert correction("zero_optimization.unlike", known) == "Remove zero_optimization.unlike"
     assert correction("stag", known) == "Remove stag, or write stage"
     assert correction("fp16.enable", known) == "Remove fp16.enable, or write fp16.enabled"
+
+
+class AskedConfig(dict[str, Any]):
+    """A config that records the keys that DeepSpeed asks for."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self.asked: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.asked.add(str(key))
+        return super().__contains__(key)
+
+    def keys(self) -> Any:
+        return self
+
+
+def test_the_known_keys_and_types_are_those_of_the_installed_deepspeed() -> None:
+    """DeepSpeed's config asks for its keys by name: a version that renames one fails here."""
+    config = pytest.importorskip("deepspeed.runtime.config")
+    schedules = importlib.import_module("deepspeed.runtime.lr_schedules").VALID_LR_SCHEDULES
+    asked: set[str] = set()
+    for zero in (True, {"stage": 2}):  # true reads the bucket's size from the top level
+        given = AskedConfig({"train_batch_size": 1, "optimizer": {"type": "Adam"}, "zero_optimization": zero})
+        config.DeepSpeedConfig(given)
+        asked |= given.asked
+    elsewhere = {"data_parallel_size", "sequence_parallel_size"}  # in ``deepspeed.initialize``
+    gone = {"fp32_allreduce"}  # of earlier versions
+    assert asked | elsewhere | gone == user_file.READ_KEYS
+    assert set(config.DEEPSPEED_OPTIMIZERS) <= {name.lower() for name in user_file._TYPES["optimizer"]}
+    assert set(schedules) <= set(user_file._TYPES["scheduler"])
+
+
+@pytest.mark.parametrize(
+    ("section", "module", "model"),
+    [
+        ("fp16", "precision_config", "DeepSpeedFP16Config"),
+        ("bf16", "precision_config", "DeepSpeedBF16Config"),
+        ("zero_optimization", "zero.config", "DeepSpeedZeroConfig"),
+        ("zero_optimization.offload_optimizer", "zero.offload_config", "DeepSpeedZeroOffloadOptimizerConfig"),
+        ("zero_optimization.offload_param", "zero.offload_config", "DeepSpeedZeroOffloadParamConfig"),
+    ],
+)
+def test_the_suggested_keys_are_fields_of_the_installed_deepspeeds_sections(
+    section: str, module: str, model: str
+) -> None:
+    models = pytest.importorskip(f"deepspeed.runtime.{module}")
+    assert set(user_file._OF_SECTIONS[section]) <= getattr(models, model).model_fields.keys()
