@@ -65,7 +65,9 @@ def test_what_cannot_be_joined_is_refused() -> None:
         next(RegroupedBatches(padded, scale=lambda: Fraction(2)))
     with pytest.raises(NotLiveError, match="as long as large"):
         next(RegroupedBatches(iter([torch.zeros(2, 2, 3)] * 2), scale=lambda: Fraction(2)))
-    assert next(RegroupedBatches(iter([torch.zeros(2, 4, 3)] * 2), scale=lambda: Fraction(2))).shape == (4, 4, 3)
+    for shape in ((2, 4, 3), (1, 1, 3), (3, 3, 8, 8)):  # lengths, a sample of one channel, images of three
+        joined = next(RegroupedBatches(iter([torch.zeros(shape)] * 2), scale=lambda: Fraction(2)))
+        assert joined.shape == (2 * shape[0], *shape[1:])
     with pytest.raises(NotLiveError, match="no tensors"):
         next(RegroupedBatches(iter([["text"]]), scale=lambda: Fraction(2)))
 

@@ -61,9 +61,14 @@ def shaped_tensors(batch: Any) -> list[Any]:
 
 
 def has_two_sample_dimensions(batch: Any) -> bool:
-    """Return whether a batch's samples may be in the first or second dimension, which are alike: (length, samples)."""
+    """Return whether a batch's samples may be in the first or second dimension, which are alike: (length, samples).
+
+    Batches of images have as many channels as samples by chance; their samples are in the first.
+    """
     first = next(iter(shaped_tensors(batch)), None)
-    return first is not None and (_is_sequence(first) or _holds_tokens(first)) and first.shape[0] == first.shape[1]
+    if first is None or len(first.shape) > 3 or not (_is_sequence(first) or _holds_tokens(first)):
+        return False
+    return bool(first.shape[0] == first.shape[1] > 1)
 
 
 def _is_sequence(tensor: Any) -> bool:
