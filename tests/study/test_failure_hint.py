@@ -14,7 +14,7 @@ from optuna_dsat.launch.classify import NO_ENGINE
 from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.end_reason import describe_structure_failures
-from optuna_dsat.study.profile.profile import failure_hint
+from optuna_dsat.study.profile.failure_hint import failure_hint
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH, ZERO_STAGE
 from tests.harness.events import step_of
