@@ -25,11 +25,12 @@ from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.protocol import Launcher, LaunchReport, LaunchRequest
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.agent.preload import Preload
-from optuna_dsat.runtime.events import EngineReady, Event, ProfileMeasured
+from optuna_dsat.runtime.events import Event
 from optuna_dsat.script.arg_mapping import STAGE
 from optuna_dsat.script.batch_rule import BatchRule, global_batch_option, loads_all, samples_per_rank
 from optuna_dsat.script.trainer import ScriptTrainer
 from optuna_dsat.study.profile.batch_search import (
+    Launch,
     find_accumulation_option,
     find_batch_rule,
     find_stage_option,
@@ -147,120 +148,174 @@ def measure_profile(
         NothingRunnableError: If no attempt fits (reports the attempts and the missing memory), or if the dataset is
             smaller than the smallest micro-batch.
     """
-    tried: list[str] = []
-    pipeline = only_zero_3 = False
-    checkpoints = CHECKPOINT_EVERY in spec.kept_knobs
-    attempts, launches, least, accumulation, multiple = deque(profile_attempts(spec)), 0, 1, 1, 1
-    parts: Mapping[str, list[Any]] = {}
 
-    def proof(request: LaunchRequest) -> tuple[LaunchRecord, LaunchReport]:
-        record, report = follow(launcher, request, wait=wait)
+    def launch(
+        request: LaunchRequest, see: Callable[[Event], None] = lambda _: None
+    ) -> tuple[LaunchRecord, LaunchReport]:
+        record, report = follow(launcher, request, see, wait=wait)
         on_report(report, record)
         return record, report
 
-    def launch(attempt: ProfileAttempt) -> tuple[LaunchRequest, LaunchRecord, LaunchReport]:
-        nonlocal launches
+    def launch_attempt(attempt: ProfileAttempt, number: int) -> _Launched:
         on_attempt(attempt)
-        request = _request(spec, attempt, number=launches)
-        launches += 1
-        record, report = follow(launcher, request, on_event, wait=wait)
-        on_report(report, record)
-        return request, record, report
+        request = _request(spec, attempt, number=number)
+        record, report = launch(request, on_event)
+        return _Launched(attempt=attempt, request=request, record=record, report=report)
 
-    while attempts:
-        planned = replace(attempts.popleft(), checkpoints=checkpoints)
-        attempt = planned.with_least(least, accumulation)
-        stage = None if attempt.structure is None else attempt.structure.stage
-        if stage is not None and ((pipeline and stage > 1) or (only_zero_3 and stage < 3)):
-            continue  # DeepSpeed refuses it
-        request, record, report = launch(attempt)
-        no_blocks = record.profile is not None and not record.profile.blocks
-        if record.checkpoints and (report.outcome.infeasible or no_blocks):
-            checkpoints = True
-            attempts.appendleft(planned)
-            continue
-        if report.outcome is Outcome.MEASURED and record.profile is not None and record.engine is not None:
-            if least > planned.micro_batch and accumulation > 1:
-                for micro_batch, steps in ((least, 1), (1, accumulation)):
-                    other = planned.with_least(micro_batch, steps)
-                    again, seen, ended = launch(other)
-                    if ended.outcome is Outcome.MEASURED and seen.profile is not None and seen.engine is not None:
-                        attempt, least, request, record, report = other, micro_batch, again, seen, ended
-                        break
-            assert record.profile is not None
-            assert record.engine is not None
-            at_own = attempt.with_least(own_batch(spec, record).micro_batch, 1)
-            if _steps_may_follow(spec, record) and at_own != attempt:
-                _, seen, ended = launch(at_own)
-                if ended.outcome is Outcome.MEASURED and seen.engine is not None:
-                    record.engine = replace(record.engine, config_differences=seen.engine.config_differences)
-            record.engine = replace(record.engine, config_differences={**parts, **record.engine.config_differences})
-            _check_data(record, smallest=attempt.micro_batch)
-            user = own_batch(spec, record)
-            batch = find_batch_rule(
-                *(spec, proof, record),
-                overlay=request.overlay,
-                present=user.micro_batch,
-                steps=user.gradient_accumulation_steps,
-            )
-            trainer = find_trainer(spec, proof, record, overlay=request.overlay)
-            profiled = _profiled(attempt, record, record.profile, record.engine, batch=batch, trainer=trainer)
-            profiled = replace(
-                profiled,
-                option_defaults=_mapped_defaults(spec, record),
-                stage_choices={} if record.batch_sources is None else record.batch_sources.choices,
-            )
-            stage_option, accumulation_option = (
-                find(spec, proof, record, overlay=request.overlay, differences=profiled.config_differences)
-                for find in (find_stage_option, find_accumulation_option)
-            )
-            mapped = {**spec.script.arg_mappings, **({} if batch is None else batch.arg_mappings)}
-            sources = record.batch_sources if ds_config.MICRO_BATCH in mapped else None
-            divides = batch is not None and batch.holds_steps(
-                accumulation_option=accumulation_option, ranks=profiled.data_parallel_size
-            )
-            if sources is not None:
-                micro_batch = user.micro_batch if batch is None else batch.own
-                option, counts = global_batch_option(sources, user, micro_batch=micro_batch)
-                profiled = replace(profiled, global_batch_option=option, global_batch_counts=counts)
-            return replace(
-                profiled,
-                start_s=record.outside_steps_s(report.held_s),
-                stage_option=stage_option,
-                accumulation_option=accumulation_option,
-                only_zero_3=only_zero_3,
-                least_micro_batch=least if multiple == 1 else multiple,
-                micro_batch_multiple=multiple,
-                holds_accumulation=divides
-                or (
-                    trainer is None
-                    and not accumulation_option
-                    and attempt.accumulation * record.passes_per_micro_batch == user.gradient_accumulation_steps > 1
-                ),
-            )
-        # A later launch may set a value that the script has as well: only an earlier launch then shows the difference.
-        parts = {**record.config_differences, **parts}
-        only_zero_3 |= record.needs_zero_3 and 3 in spec.stages
-        if not (report.outcome.infeasible or (record.needs_zero_3 and only_zero_3)):
-            error = report.cause.partition(":")[0]
-            user = own_batch(spec, record, compares=error == "AssertionError")
-            at_own = attempt.with_least(user.micro_batch, user.gradient_accumulation_steps)
-            waited = report.outcome in (Outcome.STALLED, Outcome.TIMEOUT)  # it would wait as long again
-            if at_own == attempt or waited or error in _NEVER_OF_BATCHES:
-                raise _failure(spec, report, record)
-            least, accumulation = at_own.micro_batch, at_own.accumulation
-            if match := _DIVISIBLE.search(report.message):
-                multiple = int(match[1]) // math.gcd(int(match[1]), spec.data_parallel_ranks)
-            attempts.appendleft(planned)
-            continue
-        pipeline = record.engine is not None and record.engine.pipeline
-        missing = "" if report.missing_bytes is None else f", short of {report.missing_bytes / 2**20:.0f} MiB"
-        tried.append(f"{attempt.words} ({outcome_in_words(report.outcome)}{missing})")
-    more = "" if 3 in spec.stages else "allow ZeRO 3 with --zero-stages, "
-    raise NothingRunnableError(
-        f"The model does not fit at micro-batch {attempt.micro_batch}. Tried: " + "; ".join(tried) + ". "
-        f"Free device memory, {more}use more GPUs, or make the model smaller."
-    )
+    return _Attempts(spec, launch_attempt, prove=launch).run()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Launched:
+    """An attempt whose launch ended."""
+
+    attempt: ProfileAttempt
+    request: LaunchRequest
+    record: LaunchRecord
+    report: LaunchReport
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether it trained, and shows profile and engine."""
+        shows = self.record.profile is not None and self.record.engine is not None
+        return self.report.outcome is Outcome.MEASURED and shows
+
+
+class _Attempts:
+    """The attempts of a profile, and what their launches have shown of the script so far.
+
+    ``launch_attempt`` launches an attempt as the profile launch of a number, ``prove`` a proof of what sets a size.
+    """
+
+    def __init__(
+        self, spec: StudySpec, launch_attempt: Callable[[ProfileAttempt, int], _Launched], *, prove: Launch
+    ) -> None:
+        self._spec = spec
+        self._launch_attempt = launch_attempt
+        self._prove = prove
+        self._launches = 0
+        self._checkpoints = CHECKPOINT_EVERY in spec.kept_knobs
+        """Whether the script's own activation checkpointing stays on."""
+        self._least = self._accumulation = self._multiple = 1
+        """Micro-batch and accumulation steps that the script needs, and a divisor of its micro-batches."""
+        self._pipeline = self._only_zero_3 = False
+        self._differences: Mapping[str, list[Any]] = {}
+        """What the script sets beside its config, by launches that failed."""
+
+    def run(self) -> Profiled:
+        """Launch attempts until one is measured."""
+        tried: list[str] = []
+        waiting = deque(profile_attempts(self._spec))
+        while waiting:
+            planned = replace(waiting.popleft(), checkpoints=self._checkpoints)
+            attempt = planned.with_least(self._least, self._accumulation)
+            if self._is_refused(attempt.structure):
+                continue
+            launched = self._launch(attempt)
+            record, report = launched.record, launched.report
+            no_blocks = record.profile is not None and not record.profile.blocks
+            if record.checkpoints and (report.outcome.infeasible or no_blocks):
+                self._checkpoints = True
+                waiting.appendleft(planned)
+                continue
+            if launched.is_measured:
+                return self._profiled(self._with_computed_steps(self._with_one_size(launched, planned)))
+            # A later launch may set a value that the script has as well: only an earlier one then shows the difference.
+            self._differences = {**record.config_differences, **self._differences}
+            self._only_zero_3 |= record.needs_zero_3 and 3 in self._spec.stages
+            if report.outcome.infeasible or (record.needs_zero_3 and self._only_zero_3):
+                self._pipeline = record.engine is not None and record.engine.pipeline
+                missing = "" if report.missing_bytes is None else f", short of {report.missing_bytes / 2**20:.0f} MiB"
+                tried.append(f"{attempt.words} ({outcome_in_words(report.outcome)}{missing})")
+            else:
+                self._take_users_sizes(launched)
+                waiting.appendleft(planned)
+        more = "" if 3 in self._spec.stages else "allow ZeRO 3 with --zero-stages, "
+        raise NothingRunnableError(
+            f"The model does not fit at micro-batch {attempt.micro_batch}. Tried: " + "; ".join(tried) + ". "
+            f"Free device memory, {more}use more GPUs, or make the model smaller."
+        )
+
+    def _launch(self, attempt: ProfileAttempt) -> _Launched:
+        self._launches += 1
+        return self._launch_attempt(attempt, self._launches - 1)
+
+    def _is_refused(self, structure: Structure | None) -> bool:
+        """Whether DeepSpeed is known to refuse a structure."""
+        if structure is None:
+            return False
+        return (self._pipeline and structure.stage > 1) or (self._only_zero_3 and structure.stage < 3)
+
+    def _take_users_sizes(self, launched: _Launched) -> None:
+        """Have the next attempts at the user's batch sizes; raise if these cannot explain why a launch failed."""
+        attempt, record, report = launched.attempt, launched.record, launched.report
+        error = report.cause.partition(":")[0]
+        user = own_batch(self._spec, record, compares=error == "AssertionError")
+        at_own = attempt.with_least(user.micro_batch, user.gradient_accumulation_steps)
+        waited = report.outcome in (Outcome.STALLED, Outcome.TIMEOUT)  # it would wait as long again
+        if at_own == attempt or waited or error in _NEVER_OF_BATCHES:
+            raise _failure(self._spec, report, record)
+        self._least, self._accumulation = at_own.micro_batch, at_own.accumulation
+        if match := _DIVISIBLE.search(report.message):
+            self._multiple = int(match[1]) // math.gcd(int(match[1]), self._spec.data_parallel_ranks)
+
+    def _with_one_size(self, launched: _Launched, planned: ProfileAttempt) -> _Launched:
+        """Return a launch at the user's micro-batch or accumulation steps alone if the script trains so."""
+        if self._least > planned.micro_batch and self._accumulation > 1:
+            for micro_batch, steps in ((self._least, 1), (1, self._accumulation)):
+                alone = self._launch(planned.with_least(micro_batch, steps))
+                if alone.is_measured:
+                    self._least = micro_batch
+                    return alone
+        return launched
+
+    def _with_computed_steps(self, launched: _Launched) -> _Launched:
+        """Return a launch with the accumulation steps that the script has at its own micro-batch."""
+        record, engine = launched.record, launched.record.engine
+        assert engine is not None
+        at_own = launched.attempt.with_least(own_batch(self._spec, record).micro_batch, 1)
+        if _steps_may_follow(self._spec, record) and at_own != launched.attempt:
+            own = self._launch(at_own)
+            if own.report.outcome is Outcome.MEASURED and own.record.engine is not None:
+                engine = replace(engine, config_differences=own.record.engine.config_differences)
+        record.engine = replace(engine, config_differences={**self._differences, **engine.config_differences})
+        return launched
+
+    def _profiled(self, launched: _Launched) -> Profiled:
+        """Return what a measured launch shows, after proofs of what sets the script's batch sizes and ZeRO stage."""
+        spec, attempt, record, overlay = self._spec, launched.attempt, launched.record, launched.request.overlay
+        _check_data(record, smallest=attempt.micro_batch)
+        user = own_batch(spec, record)
+        sizes = {"present": user.micro_batch, "steps": user.gradient_accumulation_steps}
+        batch = find_batch_rule(spec, self._prove, record, overlay=overlay, **sizes)
+        trainer = find_trainer(spec, self._prove, record, overlay=overlay)
+        profiled = _profiled(attempt, record, batch=batch, trainer=trainer)
+        stage_option, accumulation_option = (
+            find(spec, self._prove, record, overlay=overlay, differences=profiled.config_differences)
+            for find in (find_stage_option, find_accumulation_option)
+        )
+        mapped = {**spec.script.arg_mappings, **({} if batch is None else batch.arg_mappings)}
+        if record.batch_sources is not None and ds_config.MICRO_BATCH in mapped:
+            micro_batch = user.micro_batch if batch is None else batch.own
+            option, counts = global_batch_option(record.batch_sources, user, micro_batch=micro_batch)
+            profiled = replace(profiled, global_batch_option=option, global_batch_counts=counts)
+        divides = batch is not None and batch.holds_steps(
+            accumulation_option=accumulation_option, ranks=profiled.data_parallel_size
+        )
+        passes = attempt.accumulation * record.passes_per_micro_batch
+        needs_steps = passes == user.gradient_accumulation_steps > 1
+        return replace(
+            profiled,
+            option_defaults=_mapped_defaults(spec, record),
+            stage_choices={} if record.batch_sources is None else record.batch_sources.choices,
+            start_s=record.outside_steps_s(launched.report.held_s),
+            stage_option=stage_option,
+            accumulation_option=accumulation_option,
+            only_zero_3=self._only_zero_3,
+            least_micro_batch=self._least if self._multiple == 1 else self._multiple,
+            micro_batch_multiple=self._multiple,
+            holds_accumulation=divides or (trainer is None and not accumulation_option and needs_steps),
+        )
 
 
 def _steps_may_follow(spec: StudySpec, record: LaunchRecord) -> bool:
@@ -326,14 +381,11 @@ def _check_data(record: LaunchRecord, *, smallest: int) -> None:
 
 
 def _profiled(
-    attempt: ProfileAttempt,
-    record: LaunchRecord,
-    profile: ProfileMeasured,
-    engine: EngineReady,
-    *,
-    batch: BatchRule | None,
-    trainer: ScriptTrainer | None,
+    attempt: ProfileAttempt, record: LaunchRecord, *, batch: BatchRule | None, trainer: ScriptTrainer | None
 ) -> Profiled:
+    profile, engine = record.profile, record.engine
+    assert profile is not None
+    assert engine is not None
     counted, rows = batch, record.observed_micro_batch
     if batch is not None and batch.kind == "config" and rows is not None:
         counted = replace(batch, rows=(rows, attempt.micro_batch))
