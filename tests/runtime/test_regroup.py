@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Set
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -17,6 +18,12 @@ from optuna_dsat.runtime.measure.live import NotLiveError
 class Pair(NamedTuple):
     x: torch.Tensor
     y: list[str]
+
+
+@dataclass(frozen=True)
+class Fields:
+    x: torch.Tensor
+    names: tuple[str, ...]
 
 
 def test_indices_follow_each_change_in_order() -> None:
@@ -42,7 +49,12 @@ def test_the_loaders_own_size_keeps_the_last_batch_and_another_leaves_the_rest_o
 def batches(size: int) -> Iterator[Any]:
     for start in range(0, 10**6, size):
         numbers = torch.arange(start, start + size)
-        yield {"x": numbers[:, None], "pair": Pair(numbers, [str(n) for n in numbers.tolist()]), "epoch": 1}
+        yield {
+            "x": numbers[:, None],
+            "pair": Pair(numbers, [str(n) for n in numbers.tolist()]),
+            "fields": Fields(numbers, (str(size),) * size),
+            "epoch": 1,
+        }
 
 
 def test_batches_are_joined_and_cut_at_any_depth() -> None:
@@ -54,6 +66,7 @@ def test_batches_are_joined_and_cut_at_any_depth() -> None:
         seen.append(next(regrouped))
         assert len(seen[-1]["x"]) == numerator
         assert isinstance(seen[-1]["pair"], Pair)
+        assert len(seen[-1]["fields"].x) == len(seen[-1]["fields"].names) == numerator
         assert seen[-1]["epoch"] == 1
     assert torch.cat([batch["x"][:, 0] for batch in seen]).tolist() == list(range(26))
     assert [name for batch in seen for name in batch["pair"].y] == [str(n) for n in range(26)]
@@ -191,6 +204,11 @@ def test_lists_of_images_are_samples(images: list[Any], expected: tuple[int, int
     size = sample_counter(lambda: numbers)(((images, [{"labels": torch.zeros(2)}] * len(images)), {}))
     assert size is not None
     assert (size.samples, size.elements) == expected
+
+
+def test_the_tensors_of_a_dataclass_are_counted_though_the_loaders_batches_are_larger() -> None:
+    """A short last batch of a dataset without a length counted as a full one."""
+    assert samples(((Fields(torch.zeros(5, 3), ()),), {}), configured={8}, loaded=8) == 5
 
 
 def test_what_has_no_tensor_has_no_size() -> None:

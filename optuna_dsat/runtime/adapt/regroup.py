@@ -6,13 +6,14 @@ the loader's own.
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 from weakref import ref
 
-from optuna_dsat.runtime.measure.inputs import has_two_sample_dimensions, leading_dimension, tensors_of
+from optuna_dsat.runtime.measure.inputs import contained, has_two_sample_dimensions, leading_dimension, tensors_of
 from optuna_dsat.runtime.measure.live import NotLiveError
 
 
@@ -143,12 +144,10 @@ def _joined(batches: Sequence[Any]) -> Any:
         torch: Any = sys.modules["torch"]
         result = torch.cat(list(batches))
         return result.pin_memory() if first.is_pinned() else result
-    if isinstance(first, Mapping):
-        return _like(first, {key: _joined([batch[key] for batch in batches]) for key in first})
-    if isinstance(first, (list, tuple)) and any(hasattr(item, "shape") for item in first):
-        return _like(first, [_joined(items) for items in zip(*batches)])
-    if isinstance(first, (list, tuple)):  # of texts, one per sample
+    if _lists_samples(first):
         return _like(first, [item for batch in batches for item in batch])
+    if contents := [contained(batch) for batch in batches if contained(batch)]:
+        return _like(first, {key: _joined([content[key] for content in contents]) for key in contents[0]})
     return first
 
 
@@ -156,17 +155,30 @@ def _cut(batch: Any, start: int, end: int | None) -> Any:
     """Return the samples from ``start`` to ``end`` of a batch."""
     if hasattr(batch, "shape"):
         return batch[start:end]
-    if isinstance(batch, Mapping):
-        return _like(batch, {key: _cut(value, start, end) for key, value in batch.items()})
-    if isinstance(batch, (list, tuple)) and any(hasattr(item, "shape") for item in batch):
-        return _like(batch, [_cut(item, start, end) for item in batch])
-    if isinstance(batch, (list, tuple)):
+    if _lists_samples(batch):
         return _like(batch, list(batch[start:end]))
+    if content := contained(batch):
+        return _like(batch, {key: _cut(value, start, end) for key, value in content.items()})
     return batch
 
 
+def _lists_samples(batch: Any) -> bool:
+    """Return whether a batch is a list of texts, one per sample."""
+    return isinstance(batch, (list, tuple)) and not any(hasattr(item, "shape") for item in batch)
+
+
 def _like(batch: Any, content: Any) -> Any:
-    """Return content in a container of a batch's type: ``BatchEncoding``, a named tuple, a dict."""
+    """Return content in a container of a batch's type: ``BatchEncoding``, a named tuple, a dict, a dataclass.
+
+    ``content`` is a list, or as of ``contained``.
+    """
+    if not isinstance(batch, (Mapping, list, tuple)):
+        result = copy.copy(batch)
+        for name, value in content.items():
+            object.__setattr__(result, name, value)  # it may be frozen
+        return result
+    if isinstance(content, dict) and not isinstance(batch, Mapping):
+        content = list(content.values())
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*content)
     return type(batch)(content)

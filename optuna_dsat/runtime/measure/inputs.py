@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 _DEPTH = 4
@@ -83,9 +83,20 @@ def tensors_of(batch: Any, depth: int = _DEPTH) -> Iterator[Any]:
     """Yield the tensors in a batch, down to a depth of containers."""
     if _has_shape(batch):
         yield batch
-    elif depth > 0 and isinstance(batch, (Mapping, list, tuple)):
-        for item in batch.values() if isinstance(batch, Mapping) else batch:
+    elif depth > 0:
+        for item in contained(batch).values():
             yield from tensors_of(item, depth - 1)
+
+
+def contained(batch: Any) -> Mapping[Any, Any]:
+    """Return the values of a mapping, sequence or dataclass by key, index or field; empty for others."""
+    if isinstance(batch, Mapping):
+        return batch
+    if isinstance(batch, (list, tuple)):
+        return dict(enumerate(batch))
+    if is_dataclass(batch) and not isinstance(batch, type):
+        return {item.name: getattr(batch, item.name, None) for item in fields(batch)}
+    return {}
 
 
 def _has_shape(value: Any) -> bool:
@@ -182,10 +193,10 @@ def _listed_samples(batch: Any, samples: int | None, depth: int = _DEPTH) -> Seq
 
     A list of tensors whose leading dimensions are multiples of ``samples`` contains features or views of a batch.
     """
-    if depth == 0 or not isinstance(batch, (Mapping, list, tuple)):
+    if depth == 0:
         return ()
-    items = [*(batch.values() if isinstance(batch, Mapping) else batch)]
-    if len(items) == samples and not isinstance(batch, Mapping) and depth <= _DEPTH - 2:
+    items = [*contained(batch).values()]
+    if len(items) == samples and isinstance(batch, (list, tuple)) and depth <= _DEPTH - 2:
         shapes: list[Sequence[int]] = [getattr(item, "shape", None) or () for item in items]
         are_samples = all(shapes) and (samples == 1 or any(shape[0] % samples for shape in shapes))
         if are_samples or all(isinstance(item, Mapping) for item in items):
