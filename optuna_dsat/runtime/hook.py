@@ -120,15 +120,13 @@ class DeepSpeedHook:
             "torch.multiprocessing": partial(spawn_in_place, rank=rank, on_spawn=partial(note_fact, starts_ranks=True)),
             "accelerate.state": partial(join_ranks, rank=rank, on_join=partial(note_fact, joins_ranks=True)),
         }
-        for kind in _TRAINERS:
-            hook = kind(
-                plan=self._plan,
-                rank=rank,
-                note_fact=note_fact,
-                write=self._writer.write,
-                if_failed=self._state.if_failed.append,
-            )
-            watched |= hook.callbacks()
+        write, if_failed = self._writer.write, self._state.if_failed.append
+        self._trainers = [
+            kind(plan=self._plan, rank=rank, note_fact=note_fact, write=write, if_failed=if_failed)
+            for kind in _TRAINERS
+        ]
+        for trainer in self._trainers:
+            watched |= trainer.callbacks()
         if self._plan.measures or self._plan.batch_source:
             self._batch_sources.install()
             watched |= self._batch_sources.callbacks()
@@ -451,6 +449,7 @@ class DeepSpeedHook:
             micro_batch=plan.changes.get(MICRO_BATCH),
             accumulated=Fraction(self._config.accumulation, accumulation),
             rescale=self._batch_sources.rescale,
+            realigns=sum(trainer.take_on(plan) for trainer in self._trainers) > 0,
         )
         self._meter.take_on(last_step=plan.end_profile_step)
 

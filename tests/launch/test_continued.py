@@ -145,6 +145,19 @@ def test_accumulation_follows_where_the_engine_counts_and_ranks_leave_when_nothi
     assert launcher.free_slots == 2
 
 
+def test_accumulation_follows_where_accelerate_counts(run: Run) -> None:
+    """Each study launched one trial afresh, and then all of another accumulation."""
+    pytest.importorskip("accelerate")
+    config = {"optimizer": None, "zero_allow_untested_optimizer": True}
+    first, _ = run("first", "--accelerate", "1", config={**config, "gradient_accumulation_steps": 1})
+    for passes in (3, 2):
+        report, steps = run(
+            f"passes-{passes}", "--accelerate", "1", config={**config, "gradient_accumulation_steps": passes}
+        )
+        assert (report.outcome, report.root) == (Outcome.MEASURED, first.launch_id), report.error_excerpt
+        assert {step.samples for step in steps} == {4 * passes}
+
+
 def test_inputs_that_a_script_makes_once_are_repeated(run: Run) -> None:
     first, _ = run("first", "--data", "once")
     for size in (8, 3):

@@ -140,7 +140,9 @@ def test_a_folder_in_the_place_of_an_order_is_not_waited_for(tmp_path: Path) -> 
     assert await_order(tmp_path) is None
 
 
-def begun(*, micro_batch: int | None = 8, accumulated: int = 1, in_flight: int = 3) -> Transition:
+def begun(
+    *, micro_batch: int | None = 8, accumulated: int = 1, in_flight: int = 3, realigns: bool = False
+) -> Transition:
     transition = Transition()
     assert not any(transition.includes(size, 1) for size in (4, 3))  # the last batch of an epoch is smaller
     ratios: list[Fraction] = []
@@ -149,7 +151,7 @@ def begun(*, micro_batch: int | None = 8, accumulated: int = 1, in_flight: int =
         ratios.append(ratio)
         return in_flight
 
-    transition.begin(micro_batch=micro_batch, accumulated=Fraction(accumulated), rescale=rescale)
+    transition.begin(micro_batch=micro_batch, accumulated=Fraction(accumulated), rescale=rescale, realigns=realigns)
     assert ratios == ([] if micro_batch is None else [Fraction(micro_batch, 4)])
     return transition
 
@@ -171,6 +173,13 @@ def test_a_script_that_accumulates_otherwise_is_refused_at_once() -> None:
     assert not begun(micro_batch=None, accumulated=3).includes(4, 3)
     with pytest.raises(NotLiveError, match="the forward passes of a step are 1, not 3"):
         begun(micro_batch=None, accumulated=3).includes(4, 1)
+
+
+def test_a_trainer_that_counts_passes_by_epoch_has_one_step_to_follow() -> None:
+    transition = begun(micro_batch=None, accumulated=3, realigns=True)
+    assert [transition.includes(4, passes) for passes in (2, 3)] == [True, False]
+    with pytest.raises(NotLiveError, match="the forward passes of a step are 2, not 3"):
+        transition.includes(4, 2)
 
 
 def test_a_size_that_was_never_observed_is_not_changed() -> None:

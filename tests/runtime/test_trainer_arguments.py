@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -82,6 +84,28 @@ def hooked(if_failed: Any = print, **overlay: Any) -> Any:
     hook = HuggingFaceHook(plan=plan_of(overlay=overlay), rank=rank_of(), write=print, if_failed=if_failed)
     hook._arguments_imported(SimpleNamespace(TrainingArguments=Arguments))
     return Arguments
+
+
+def test_the_arguments_of_a_running_trainer_follow_the_accumulation_of_another_trial(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Trainer:
+        def __init__(self, args: Any) -> None:
+            self.args = args
+
+        def train(self, *_: Any) -> None:
+            pass
+
+    callbacks = SimpleNamespace(EarlyStoppingCallback=object)
+    monkeypatch.setitem(sys.modules, "transformers.trainer_callback", callbacks)
+    hook = HuggingFaceHook(plan=plan_of(purpose="full"), rank=rank_of(), write=Mock())
+    hook._trainer_imported(SimpleNamespace(Trainer=Trainer, TrainerCallback=object))
+    arguments = SimpleNamespace(per_device_train_batch_size=8, gradient_accumulation_steps=4)
+    Trainer(args=arguments).train()
+    assert not hook.take_on(plan_of(changes={"zero_optimization.overlap_comm": True}))
+    assert arguments.gradient_accumulation_steps == 4
+    assert hook.take_on(plan_of(changes={"gradient_accumulation_steps": 2}))
+    assert arguments.gradient_accumulation_steps == 2
 
 
 def copied(arguments: Any) -> Any:

@@ -31,6 +31,21 @@ class Batches(IterableDataset[dict[str, torch.Tensor]]):
             yield {"inputs": torch.ones(self.size, 16), "names": ["a name"] * self.size}
 
 
+def train_with_accelerate(model: torch.nn.Module, config: str, passes: int) -> None:
+    from accelerate import Accelerator
+    from accelerate.utils import DeepSpeedPlugin
+
+    accelerator = Accelerator(gradient_accumulation_steps=passes, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    optimizer = torch.optim.AdamW(model.parameters())
+    loader = DataLoader(TensorDataset(torch.randn(64, 16)), batch_size=4)
+    engine, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for _ in range(100):
+        for (inputs,) in loader:
+            with accelerator.accumulate(engine):
+                accelerator.backward(engine(inputs).square().mean())
+                optimizer.step()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("config")
@@ -40,10 +55,13 @@ def main() -> None:
     parser.add_argument("--step-s", type=float, default=0.0)
     parser.add_argument("--out-of-memory-size", type=int, default=0)
     parser.add_argument("--touch", default="", help="have a subprocess make this file")
+    parser.add_argument("--accelerate", type=int, default=0, help="train with accelerate, with these passes in a step")
     args = parser.parse_args()
     if args.touch:
         subprocess.run(["touch", args.touch], check=True)
     model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 1))
+    if args.accelerate:
+        train_with_accelerate(model, args.config, args.accelerate)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=args.config)
     size = engine.train_micro_batch_size_per_gpu()
     samples = Stream() if args.data == "stream" else TensorDataset(torch.randn(64, 16))

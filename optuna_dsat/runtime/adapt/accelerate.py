@@ -37,6 +37,8 @@ class AccelerateConfig:
         self._rank = rank
         self._write = write
         self._provided = False
+        self.accelerators: list[Any] = []
+        """Every ``Accelerator`` of the script."""
         self._left_open = _left_open(plan.user_config_path)  # later reads are the launch's
 
     def patch_accelerator(self, module: Any) -> None:
@@ -49,6 +51,7 @@ class AccelerateConfig:
             if not any(given.get(name) for name in _DECIDED_IN_CODE) and not module.AcceleratorState._shared_state:
                 self.provide()
             original(*args, **kwargs)
+            self.accelerators.append(args[0])
 
         @patch(module.Accelerator, "prepare")
         def prepare(original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:

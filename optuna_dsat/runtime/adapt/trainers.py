@@ -70,6 +70,11 @@ class TrainerHook:
         """Return module name -> function to call with the module once it is imported."""
         raise NotImplementedError
 
+    def take_on(self, plan: LaunchPlan) -> bool:
+        """Continue with another trial's launch; return whether a library accumulates otherwise from now on."""
+        self._plan = plan
+        return False
+
     def _laid(self, config: Mapping[str, Any], *, without: str = "") -> LaidConfig:
         """Return a library's copy of the config with the overlay applied, without a key that the library rejects."""
         laid = effective_config(config, self._plan.overlay)
@@ -157,6 +162,8 @@ class HuggingFaceHook(TrainerHook):
         self._own: tuple[int, int, bool] | None = None
         """Batch sizes set by the script, before ``TrainingArguments`` got the launch's for the first time."""
         self._accelerate = AccelerateConfig(plan=plan, rank=rank, write=write)
+        self._accumulating: list[Any] = []
+        """Arguments of the Trainers that train."""
 
     def callbacks(self) -> dict[str, Callable[[Any], None]]:
         """Return module name -> function to call with the module once it is imported."""
@@ -168,6 +175,16 @@ class HuggingFaceHook(TrainerHook):
             "transformers.trainer": self._trainer_imported,
             "transformers.training_args": self._arguments_imported,
         }
+
+    def take_on(self, plan: LaunchPlan) -> bool:
+        """Continue with another trial's launch; the libraries read their accumulation steps in each step."""
+        super().take_on(plan)
+        steps, owners = plan.changes.get(GRADIENT_ACCUMULATION), [*self._accumulating, *self._accelerate.accelerators]
+        for owner in owners if steps is not None else ():
+            owner.gradient_accumulation_steps = steps
+        for accelerator in self._accelerate.accelerators:
+            accelerator.step = 0  # it counts forward passes
+        return bool(owners) and steps is not None
 
     def _config_imported(self, module: Any) -> None:
         """Apply the overlay to every config of either library, before its ZeRO stage is read."""
@@ -265,6 +282,7 @@ class HuggingFaceHook(TrainerHook):
         @patch(cls, "train")
         def train(original: Any, trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
             self._report_arguments(trainer.args)
+            self._accumulating.append(trainer.args)
             if self._plan.measures:
                 resume_from_checkpoint = None  # of another ZeRO stage, and not part of the measurement
                 trainer.remove_callback(early_stopping)  # requires evaluation

@@ -229,17 +229,27 @@ class Transition:
         """Micro-batch of the next step that counts; None for any."""
         self._most_in_flight = 0
         """Steps that may still come with the earlier batch size."""
+        self._realigns = False
+        """Whether a step may come with other passes, until one has the expected."""
 
-    def begin(self, *, micro_batch: int | None, accumulated: Fraction, rescale: Callable[[Fraction], int]) -> None:
+    def begin(
+        self,
+        *,
+        micro_batch: int | None,
+        accumulated: Fraction,
+        rescale: Callable[[Fraction], int],
+        realigns: bool = False,
+    ) -> None:
         """Begin another trial with another ``micro_batch`` (None for the same), if its inputs are observed.
 
         ``accumulated`` is the ratio of its accumulation steps to the previous trial's. ``rescale`` multiplies the batch
-        size of the script's data and returns the number of batches still in flight.
+        size of the script's data and returns the number of batches still in flight. ``realigns`` is whether a step may
+        come with fewer passes: a trainer counts them from the start of the epoch.
 
         Raises:
             NotLiveError: If the batch size is to change and was not observed.
         """
-        self._expected_passes = self._passes * accumulated
+        self._expected_passes, self._realigns = self._passes * accumulated, realigns
         self._awaited = micro_batch
         if micro_batch is not None:
             if self._observed is None:
@@ -261,7 +271,10 @@ class Transition:
             return True
         self._awaited = None
         self._observed = max(micro_batch or 0, self._observed or 0) or None
+        realigns, self._realigns = self._realigns, False
         if self._expected_passes is not None and passes != self._expected_passes:
+            if realigns:
+                return True
             expected = self._expected_passes
             raise NotLiveError(f"the forward passes of a step are {passes}, not {expected}")
         return False
