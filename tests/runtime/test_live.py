@@ -182,6 +182,15 @@ def test_a_trainer_that_counts_passes_by_epoch_has_one_step_to_follow() -> None:
         transition.includes(4, 2)
 
 
+def test_a_size_that_may_be_the_length_is_not_changed() -> None:
+    """A benchmark with time first was measured at twice its batch: it had as many time steps as samples."""
+    transition = Transition()
+    transition.includes(4, 1, is_ambiguous=True)
+    transition.begin(micro_batch=None, accumulated=Fraction(1), rescale=lambda _: 1)
+    with pytest.raises(NotLiveError, match="two dimensions"):
+        transition.begin(micro_batch=8, accumulated=Fraction(1), rescale=lambda _: 1)
+
+
 def test_a_size_that_was_never_observed_is_not_changed() -> None:
     with pytest.raises(NotLiveError, match="no tensors"):
         Transition().begin(micro_batch=8, accumulated=Fraction(1), rescale=lambda _: 1)

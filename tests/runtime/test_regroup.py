@@ -13,6 +13,7 @@ import torch
 from optuna_dsat.runtime.adapt.regroup import RegroupedBatches, RegroupedIndices, RepeatedInputs
 from optuna_dsat.runtime.measure.inputs import BatchNumbers, sample_counter
 from optuna_dsat.runtime.measure.live import NotLiveError
+from tests.harness import present
 
 
 class Pair(NamedTuple):
@@ -76,11 +77,6 @@ def test_what_cannot_be_joined_is_refused() -> None:
     padded = iter([torch.zeros(2, 3), torch.zeros(2, 4)])
     with pytest.raises(NotLiveError, match="different lengths"):
         next(RegroupedBatches(padded, scale=lambda: Fraction(2)))
-    with pytest.raises(NotLiveError, match="as long as large"):
-        next(RegroupedBatches(iter([torch.zeros(2, 2, 3)] * 2), scale=lambda: Fraction(2)))
-    for shape in ((2, 4, 3), (1, 1, 3), (3, 3, 8, 8)):  # lengths, a sample of one channel, images of three
-        joined = next(RegroupedBatches(iter([torch.zeros(shape)] * 2), scale=lambda: Fraction(2)))
-        assert joined.shape == (2 * shape[0], *shape[1:])
     with pytest.raises(NotLiveError, match="no tensors"):
         next(RegroupedBatches(iter([["text"]]), scale=lambda: Fraction(2)))
 
@@ -104,15 +100,6 @@ def test_inputs_that_are_the_same_in_every_pass_are_repeated() -> None:
     assert len(fed) == 8
     assert broadcast is mask
     assert same is step
-
-
-def test_the_same_inputs_that_are_as_long_as_large_are_not_repeated() -> None:
-    """A benchmark with time first was measured at twice the length: its samples were in the second dimension."""
-    repeated = RepeatedInputs(scale=lambda: Fraction(2))
-    tokens = torch.zeros(4, 4, dtype=torch.long)
-    repeated((tokens,), {})
-    with pytest.raises(NotLiveError, match="as long as large"):
-        repeated((tokens,), {})
 
 
 def test_inputs_that_the_script_makes_in_every_pass_stay_as_they_are() -> None:
@@ -151,6 +138,22 @@ def samples(
 )
 def test_time_may_come_first(batch: torch.Tensor, named: set[int], expected: int) -> None:
     assert samples(((batch,), {}), configured={1}, named=named) == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "loaded", "expected"),
+    [
+        ((8, 16, 3), None, True),  # the script's size is 8, the launch's 16: time or samples come first
+        ((8, 8, 3), None, True),
+        ((8, 8, 3), 8, False),
+        ((8, 5, 3), None, False),
+        ((5, 8, 3), None, False),
+        ((8, 8, 3, 3), None, False),  # images of eight channels
+    ],
+)
+def test_both_dimensions_may_be_that_of_samples(shape: tuple[int, ...], loaded: int | None, expected: bool) -> None:
+    numbers = BatchNumbers(configured={8, 16}, named=set(), loaded=loaded)
+    assert present(sample_counter(lambda: numbers)(torch.zeros(shape))).is_ambiguous is expected
 
 
 def test_a_loaders_batch_size_tells_which_dimension_samples_are() -> None:

@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any
 from weakref import ref
 
-from optuna_dsat.runtime.measure.inputs import contained, has_two_sample_dimensions, leading_dimension, tensors_of
+from optuna_dsat.runtime.measure.inputs import contained, leading_dimension, tensors_of
 from optuna_dsat.runtime.measure.live import NotLiveError
 
 
@@ -56,7 +56,7 @@ class RegroupedBatches:
     """The batches of a data loader whose dataset yields batches; ``scale`` returns the present ratio to their size.
 
     Raises:
-        NotLiveError: In iteration, if batches cannot be joined, or samples may be in either of two dimensions.
+        NotLiveError: In iteration, if batches cannot be joined.
     """
 
     def __init__(self, batches: Iterator[Any], *, scale: Callable[[], Fraction]) -> None:
@@ -74,8 +74,6 @@ class RegroupedBatches:
             batch = next(self._batches)
             if self._scale() == 1 and self._rest is None:
                 return batch
-            if has_two_sample_dimensions(batch):
-                raise NotLiveError("the data loader's batches are as long as large")
             self._size = max(self._size, self._samples(batch))
             self._rest = batch if self._rest is None else _joined([self._rest, batch])
         wanted, joined = self._wanted, self._rest
@@ -123,8 +121,6 @@ class RepeatedInputs:
         size, scale = next((size for size in sizes if size > 1), min(sizes, default=0)), self._scale()
         if not size or scale == 1 or [*map(id, last)] != [*map(id, tensors)]:
             return args, kwargs
-        if has_two_sample_dimensions((args, kwargs)):
-            raise NotLiveError("the engine's inputs are as long as large")
         wanted = max(1, int(size * scale))
 
         def repeated(value: Any) -> Any:

@@ -25,12 +25,15 @@ class InputSize:
     """Whether ``elements`` counts tokens: the first tensor has integers of (samples, length)."""
     loaded: int | None = None
     """Samples of the data loader's batch that the inputs are of; None if unknown, or of several passes."""
+    is_ambiguous: bool = False
+    """Whether the second dimension may have the samples instead, by the known batch sizes."""
 
     def __add__(self, other: InputSize) -> InputSize:
         return InputSize(
             samples=self.samples + other.samples,
             elements=self.elements + other.elements,
             are_tokens=self.are_tokens or other.are_tokens,
+            is_ambiguous=self.is_ambiguous or other.is_ambiguous,
         )
 
 
@@ -58,17 +61,6 @@ def leading_dimension(batch: Any) -> int | None:
 def shaped_tensors(batch: Any) -> list[Any]:
     """Return the tensors in a batch that have a leading dimension."""
     return [tensor for tensor in tensors_of(batch) if len(tensor.shape) > 0]
-
-
-def has_two_sample_dimensions(batch: Any) -> bool:
-    """Return whether a batch's samples may be in the first or second dimension, which are alike: (length, samples).
-
-    Batches of images have as many channels as samples by chance; their samples are in the first.
-    """
-    first = next(iter(shaped_tensors(batch)), None)
-    if first is None or len(first.shape) > 3 or not (_is_sequence(first) or _holds_tokens(first)):
-        return False
-    return bool(first.shape[0] == first.shape[1] > 1)
 
 
 def _is_sequence(tensor: Any) -> bool:
@@ -153,16 +145,19 @@ def sample_counter(
                 elements=sum(item.elements for item in map(size_of, listed) if item is not None),
                 are_tokens=size.are_tokens,
             )
-        count = size.samples
+        count, is_ambiguous = size.samples, False
         if rows[0] == rows[1]:  # else rows are known to be fed
-            count = _samples_in(tensors, known) if known.packed is None else known.packed
-        return replace(size, samples=-(-count * rows[1] // rows[0]), loaded=known.loaded)
+            count, is_ambiguous = _samples_in(tensors, known) if known.packed is None else (known.packed, False)
+        samples = -(-count * rows[1] // rows[0])
+        return replace(size, samples=samples, loaded=known.loaded, is_ambiguous=is_ambiguous)
 
     return counted
 
 
-def _samples_in(tensors: Sequence[Any], known: BatchNumbers) -> int:
+def _samples_in(tensors: Sequence[Any], known: BatchNumbers) -> tuple[int, bool]:
     """Return the samples of a batch: the leading dimension of its first tensor, unless known batch sizes show another.
+
+    Also return whether two dimensions have known batch sizes.
 
     They may be in its second dimension, (length, samples, ...). The first tensor may also have the same single row for
     all samples (masks, positions, prompts), or belong to no sample (adjacency matrices, noise levels); the other
@@ -172,20 +167,21 @@ def _samples_in(tensors: Sequence[Any], known: BatchNumbers) -> int:
     loaded = known.recent | {known.loaded}
     count, sizes = int(first.shape[0]), known.configured | known.named | loaded
     likely = (known.configured | known.named if known.loaded is None else loaded) - {1}
-    is_sequence = _is_sequence(first)
+    is_sequence, is_ambiguous = _is_sequence(first), False
     if is_sequence or _holds_tokens(first):
         ambiguous = set() if known.loaded == 1 and not is_sequence else {1}  # sound of one channel
         second = loaded if depth > 3 else sizes - ambiguous
         if count in sizes:  # it is the length only if the second dimension is that of a short last batch
+            is_ambiguous = count != known.loaded and first.shape[1] in second
             is_short = depth <= 3 and known.loaded != count and known.loaded != max(known.recent, default=None)
             second = {known.loaded} - ambiguous if is_short else set()
         if first.shape[1] in second:
-            return int(first.shape[1])
+            return int(first.shape[1]), False
     if count == 1 or (count not in sizes and known.loaded is not None):
         # Without a loader, a vector may be the bounds of the texts in a row.
         rows = [int(tensor.shape[0]) for tensor in tensors if known.loaded is not None or len(tensor.shape) > 1]
-        return next((size for size in rows if size in likely), count)
-    return count
+        return next((size for size in rows if size in likely), count), False
+    return count, is_ambiguous
 
 
 def _listed_samples(batch: Any, samples: int | None, depth: int = _DEPTH) -> Sequence[Any]:

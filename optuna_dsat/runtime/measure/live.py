@@ -231,6 +231,8 @@ class Transition:
         """Steps that may still come with the earlier batch size."""
         self._realigns = False
         """Whether a step may come with other passes, until one has the expected."""
+        self._is_ambiguous = False
+        """As of the last step's ``InputSize``."""
 
     def begin(
         self,
@@ -247,23 +249,25 @@ class Transition:
         come with fewer passes: a trainer counts them from the start of the epoch.
 
         Raises:
-            NotLiveError: If the batch size is to change and was not observed.
+            NotLiveError: If the batch size is to change and was not observed, or may be another dimension.
         """
         self._expected_passes, self._realigns = self._passes * accumulated, realigns
         self._awaited = micro_batch
         if micro_batch is not None:
             if self._observed is None:
                 raise NotLiveError("the engine's inputs have no tensors")
+            if self._is_ambiguous:
+                raise NotLiveError("two dimensions of the engine's inputs may be the batch size")
             self._most_in_flight = max(1, rescale(Fraction(micro_batch, self._observed)))
             self._observed = micro_batch
 
-    def includes(self, micro_batch: int | None, passes: int) -> bool:
+    def includes(self, micro_batch: int | None, passes: int, *, is_ambiguous: bool = False) -> bool:
         """Return whether a step, by its micro-batch (if observed) and passes, still belongs to the trial before.
 
         Raises:
             NotLiveError: If the script does not follow the trial's batch size or accumulation.
         """
-        self._passes = Fraction(passes)
+        self._passes, self._is_ambiguous = Fraction(passes), is_ambiguous
         if self._awaited is not None and micro_batch != self._awaited:
             self._most_in_flight -= 1
             if self._most_in_flight < 0:

@@ -446,7 +446,7 @@ class Meter:
         state = self._state
         skipped = self._skips.skipped(by_script=step.by_script)
         passes = step.pipelined or sum(name in ("forward", "batch") for name, *_ in step.spans)
-        if self.transition.includes(step.micro_batch, passes):
+        if self.transition.includes(step.micro_batch, passes, is_ambiguous=step.fed.is_ambiguous):
             forget_shapes(self._engine)
             self._memory.restart()
             return  # it is part of no trial
