@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -212,6 +213,15 @@ def test_lists_of_images_are_samples(images: list[Any], expected: tuple[int, int
 def test_the_tensors_of_a_dataclass_are_counted_though_the_loaders_batches_are_larger() -> None:
     """A short last batch of a dataset without a length counted as a full one."""
     assert samples(((Fields(torch.zeros(5, 3), ()),), {}), configured={8}, loaded=8) == 5
+
+
+def test_an_object_of_the_scripts_has_the_loaders_size_or_else_that_of_its_attributes() -> None:
+    inputs = SimpleNamespace(graph={"x": torch.zeros(5, 3)})
+    model = torch.nn.Linear(3, 3)
+    assert samples(((model, inputs), {}), configured={8}) == 5
+    assert samples(((), {"batch": inputs}), configured={8}) == 5
+    assert samples(((inputs,), {}), configured={8}, loaded=2) == 2
+    assert samples(((model,), {}), configured={8}) is None
 
 
 def test_what_has_no_tensor_has_no_size() -> None:

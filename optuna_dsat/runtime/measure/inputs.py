@@ -128,15 +128,22 @@ def sample_counter(
 ) -> Callable[[Any], InputSize | None]:
     """Return a function that computes the size of a forward pass's inputs.
 
-    Inputs without tensors, such as objects of the script's own classes, have the loader's batch size, or None.
+    Inputs without tensors, such as objects of the script's own classes, have the loader's batch size, else that of
+    their attributes, or None.
     ``numbers`` returns the currently known batch sizes. ``rows`` are rows of the model's input, and the number of
     samples in them: (2, 1) for pairs.
     """
 
     def counted(batch: Any) -> InputSize | None:
         size, known = size_of(batch), numbers()
+        if size is None and known.loaded is not None:
+            return InputSize(samples=known.loaded, loaded=known.loaded)
         if size is None:
-            return None if known.loaded is None else InputSize(samples=known.loaded, loaded=known.loaded)
+            given = [item for part in contained(batch).values() for item in contained(part).values()]
+            batch = [vars(item) for item in given if hasattr(item, "__dict__") and not callable(item)]  # no module
+            size = size_of(batch)
+        if size is None:
+            return None
         tensors = shaped_tensors(batch)
         listed = _listed_samples(batch, known.loaded)
         if any(item is tensors[0] for item in tensors_of(listed)):
