@@ -98,18 +98,10 @@ def near_used(
     *,
     samples_limit: int | None,
 ) -> Numbers:
-    """Return a mask of n configurations as fast as a trial of nearly this micro-batch, where memory is no limit.
+    """Return a mask of configurations whose micro-batch is close to a trial's, in rows that memory does not limit.
 
     Near the edge of memory close micro-batches tell where it is. Where the dataset ends micro-batches first, a trial
-    has nothing to learn from them, unless the number is rounder.
-
-    Args:
-        problem: The problem.
-        observations: The trials.
-        edges: Largest micro-batch expected to fit of each row of the table.
-        rows: Rows of the n configurations.
-        sizes: Their micro-batches.
-        samples_limit: Samples per rank and step that the dataset allows; None if unknown.
+    has nothing to learn from them, unless the number is rounder. ``edges`` are as of ``Posterior.all_edges``.
     """
     most, result = _within_data(problem, samples_limit), np.zeros(len(rows), dtype=bool)
     for row, used in observations.used.items():

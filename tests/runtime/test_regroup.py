@@ -30,7 +30,7 @@ class Fields:
 
 def test_indices_follow_each_change_in_order() -> None:
     scale = Fraction(1)
-    prepared: list[list[int]] = []
+    prepared: list[int] = []
     own = [[n, n + 1, n + 2, n + 3] for n in range(0, 40, 4)]
     lists = iter(RegroupedIndices(own, scale=lambda: scale, taken=prepared.append))
     taken = [next(lists)]
@@ -39,7 +39,7 @@ def test_indices_follow_each_change_in_order() -> None:
         taken.append(next(lists))
         assert len(taken[-1]) == size
     assert [index for batch in taken for index in batch] == list(range(4 + 9 + 1 + 4 + 8))
-    assert prepared == taken
+    assert prepared == [*map(len, taken)]
 
 
 def test_the_loaders_own_size_keeps_the_last_batch_and_another_leaves_the_rest_out() -> None:

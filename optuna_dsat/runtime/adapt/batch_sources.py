@@ -222,11 +222,10 @@ class BatchSources:
                 self._loaded = self._packed = None
                 taken = noted.taken.popleft() if noted is not None and noted.taken else None
                 if noted is not None and noted.made_with is not None:
-                    scale = noted.arrived(self._scale_of(noted))
-                    self._loaded = int(noted.made_with * scale) if taken is None else taken
+                    self._loaded = taken or noted.made_with
                     self._recent.append(self._loaded)
                     rows = [int(tensor.shape[0]) for tensor in shaped_tensors(batch)]
-                    self._packed = self._loaded if noted.packs(rows, scale=scale) else None
+                    self._packed = self._loaded if noted.packs(rows, loaded=self._loaded) else None
 
             def begin() -> Any:
                 if noted is not None:
@@ -252,7 +251,7 @@ class BatchSources:
             batches, noted = index_sampler.fget(loader), loader.__dict__.get("_optuna_dsat")
             if noted is None or not loader._auto_collation:
                 return batches
-            return RegroupedIndices(batches, scale=lambda: self._scale_of(noted), taken=noted.take)
+            return RegroupedIndices(batches, scale=lambda: self._scale_of(noted), taken=noted.taken.append)
 
         loader_class._index_sampler = property(regrouped)
 
@@ -282,25 +281,8 @@ class _Loader:
         """Batches that its workers have ready or in preparation."""
         self.to_skip = 0
         """Batches to read that the script does not get."""
-        self.taken: deque[int | None] = deque()
-        """Samples of the batches in preparation; None for those of a dataset without indices, which may end."""
-        self._scale = self._next_scale = Fraction(1)
-        self._earlier = 0
-        """Batches to come of ``_scale``, before those of ``_next_scale``."""
-
-    def take(self, indices: Any) -> None:
-        """Record a batch of indices that it prepares."""
-        first = next(iter(indices), None)
-        self.taken.append(None if first is None else len(indices))
-
-    def arrived(self, scale: Fraction) -> Fraction:
-        """Return the scale of the batch that it has yielded; prefetched batches have the one before ``scale``."""
-        if scale != self._next_scale:
-            self._next_scale, self._earlier = scale, self.prefetched
-        if not self._earlier:
-            self._scale = scale
-        self._earlier = max(0, self._earlier - 1)
-        return self._scale
+        self.taken: deque[int] = deque()
+        """Samples of the batches in preparation; of a dataset without indices, the last may have fewer."""
 
     def sized(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, size: int | None, micro_batch: int | None
@@ -322,20 +304,20 @@ class _Loader:
             args = (args[0], micro_batch, *args[2:])
         return args, kwargs
 
-    def packs(self, sizes: Sequence[int], *, scale: Fraction) -> bool:
+    def packs(self, sizes: Sequence[int], *, loaded: int) -> bool:
         """Return whether the rows of a batch are not its samples; not of a short last batch.
 
         ``sizes`` are the leading dimensions of its tensors: the rows, and perhaps labels or cumulative lengths.
-        ``scale`` is the batch size relative to the launch's.
+        ``loaded`` are its samples.
         """
         made_with, rows = self.made_with, next(iter(sizes), None)
         if made_with is None or rows is None:
             return False
-        if not self._packs and scale == 1 and rows > max(1, self._most_rows):
+        if not self._packs and loaded == made_with and rows > max(1, self._most_rows):
             self._most_rows = rows
             is_other = made_with in sizes or (made_with > 1 and (rows % made_with > 0 or made_with + 1 in sizes))
             self._packs = made_with < rows and is_other
-        elif self._packs is None and scale == 1 < made_with:
+        elif self._packs is None and loaded == made_with > 1:
             self._packs = self.samples is None or self.samples >= made_with
         return bool(self._packs)
 

@@ -20,17 +20,17 @@ from optuna_dsat.runtime.measure.live import NotLiveError
 class RegroupedIndices:
     """The batches of indices of a data loader; ``scale`` returns the present ratio of their size to its sampler's.
 
-    ``taken`` gets each batch of indices when the data loader takes it.
+    ``taken`` gets the number of indices of each batch when the data loader takes it.
     """
 
-    def __init__(self, batches: Any, *, scale: Callable[[], Fraction], taken: Callable[[Any], object]) -> None:
+    def __init__(self, batches: Any, *, scale: Callable[[], Fraction], taken: Callable[[int], object]) -> None:
         self._batches = batches
         self._scale = scale
         self._taken = taken
 
     def __iter__(self) -> Iterator[Any]:
         for indices in self._regrouped():
-            self._taken(indices)
+            self._taken(len(indices))
             yield indices
 
     def _regrouped(self) -> Iterator[Any]:
