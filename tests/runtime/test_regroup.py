@@ -78,6 +78,9 @@ def test_what_cannot_be_joined_is_refused() -> None:
     padded = iter([torch.zeros(2, 3), torch.zeros(2, 4)])
     with pytest.raises(NotLiveError, match="different lengths"):
         next(RegroupedBatches(padded, scale=lambda: Fraction(2)))
+    for shape in ((2, 4, 3), (1, 1, 3), (3, 3, 8, 8)):  # lengths, a sample of one channel, images of three
+        joined = next(RegroupedBatches(iter([torch.zeros(shape)] * 2), scale=lambda: Fraction(2)))
+        assert joined.shape == (2 * shape[0], *shape[1:])
     with pytest.raises(NotLiveError, match="no tensors"):
         next(RegroupedBatches(iter([["text"]]), scale=lambda: Fraction(2)))
 
@@ -150,10 +153,11 @@ def test_time_may_come_first(batch: torch.Tensor, named: set[int], expected: int
         ((8, 5, 3), None, False),
         ((5, 8, 3), None, False),
         ((8, 8, 3, 3), None, False),  # images of eight channels
+        ((1, 1, 3), None, False),  # a sample of one channel
     ],
 )
 def test_both_dimensions_may_be_that_of_samples(shape: tuple[int, ...], loaded: int | None, expected: bool) -> None:
-    numbers = BatchNumbers(configured={8, 16}, named=set(), loaded=loaded)
+    numbers = BatchNumbers(configured={1, 8, 16}, named=set(), loaded=loaded)
     assert present(sample_counter(lambda: numbers)(torch.zeros(shape))).is_ambiguous is expected
 
 
