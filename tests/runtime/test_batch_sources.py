@@ -309,7 +309,7 @@ def test_a_short_last_batch_is_not_a_full_batch_of_as_many_rows_as_samples(
     while waiting or len(fed) < 3:
         waiting += islice(batches, 1)
         fed.append(present(count(((waiting.pop(0),), {}))).samples)
-    assert fed == [4, 4, 2]
+    assert (fed, [*batches]) == ([4, 4, 2], []), "its end ends the workers"
 
 
 @pytest.mark.parametrize("length", [4, 7])
