@@ -29,6 +29,7 @@ from optuna_dsat.study.options.settings import SearchSettings
 if TYPE_CHECKING:
     import optuna
 
+_MOST_NAME_BYTES = 240  # a folder's name may have 255
 _UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _UNITS |= {f"{prefix}iB": 2 ** (10 * power) for power, prefix in enumerate("KMGT", start=1)}
 _UNITS |= {f"{prefix}B": 10 ** (3 * power) for power, prefix in enumerate("KMGT", start=1)}
@@ -97,7 +98,7 @@ class MethodOptions(_Frozen, AshaSettings, RandomSettings, GuidedSettings):
 class StudySpec(_Frozen, SearchSettings):
     """Everything a study needs to run or to be resumed. Stored with the study; holds no secret and no storage URL."""
 
-    name: str = Field(min_length=1, max_length=128)
+    name: str
     method: str
     options: MethodOptions = MethodOptions()
     script: ScriptSpec
@@ -120,9 +121,11 @@ class StudySpec(_Frozen, SearchSettings):
 
     @model_validator(mode="after")
     def _check(self) -> StudySpec:
-        if not self.name.strip() or self.name in (".", "..") or "/" in self.name or not self.name.isprintable():
-            rule = "no slash, no control characters, not blank"
-            raise ValueError(f"--study is {self.name!r}; a name is also that of a folder: {rule}")
+        name = self.name
+        readable = name.strip() and name.isprintable() and len(name.encode()) <= _MOST_NAME_BYTES
+        if not readable or name in (".", "..") or "/" in name or name.startswith("-"):
+            rule = f"no slash, no hyphen first, no control characters, not blank, at most {_MOST_NAME_BYTES} bytes"
+            raise ValueError(f"--study is {name!r}; it names a folder and is an argument of commands: {rule}")
         try:
             json.dumps(self.model_dump(), ensure_ascii=False, default=str).encode()
         except UnicodeEncodeError as error:

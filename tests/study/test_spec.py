@@ -54,6 +54,9 @@ def test_what_is_not_a_size_is_refused_by_name(text: str) -> None:
         ({"max_slots": 1}, "--max-slots is 1, but one launch takes 2"),
         ({"options": {"divisor": 1}}, "--divisor is 1"),
         ({"name": "../escape"}, "--study is '../escape'"),
+        ({"name": "-x"}, "--study is '-x'"),
+        ({"name": ""}, "--study is ''; it names a folder"),
+        ({"name": "あ" * 81}, "at most 240 bytes"),
     ],
 )
 def test_a_bad_value_is_one_line_with_rule_and_value(changes: dict[str, Any], message: str) -> None:
