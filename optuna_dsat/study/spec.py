@@ -82,6 +82,11 @@ class ScriptSpec(_Frozen):
     batch_source: dict[str, Any] = Field(default_factory=dict)
     """Source of the batch size, apart from options: see ``optuna_dsat.runtime.adapt.batch_sources``."""
 
+    @property
+    def folder(self) -> Path:
+        """The first folder of ``sys.path``: the script's, behind its links, or for a module the working directory."""
+        return Path(self.cwd) if self.is_module else Path(self.script).resolve().parent
+
     @field_validator("arg_mappings")
     @classmethod
     def _check_mappings(cls, mappings: dict[str, str]) -> dict[str, str]:
@@ -242,7 +247,10 @@ class StudySpec(_Frozen, SearchSettings):
         budget = {"name", "free_memory"} | {name for name, item in options_in(SearchSettings).items() if item.budget}
         ends = {name for name, option in options_in(MethodOptions).items() if option.budget}
         memory = {"device_memory_bytes": "free"} if self.free_memory else {}
-        return self.stored(exclude={**dict.fromkeys(budget, True), "options": ends}) | memory
+        identity = self.stored(exclude={**dict.fromkeys(budget, True), "options": ends}) | memory
+        if not self.script.is_module:
+            identity["script"]["script"] = os.path.realpath(self.script.script)  # a link to it is the same script
+        return identity
 
     def stored(self, **kwargs: Any) -> dict[str, Any]:
         """Return the spec as it is stored, for JSON; takes the arguments of ``model_dump``."""

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optuna.trial import FrozenTrial
@@ -283,9 +282,7 @@ def open_study(
     if result is None:
         from optuna_dsat.launch.machine.devices import environment_of
 
-        script = spec.script
-        folder = Path(script.cwd) if script.is_module else Path(script.script).parent
-        versions = environment_of(folder, spec.python, on=spec.on, devices=devices)
+        versions = environment_of(spec.script.folder, spec.python, on=spec.on, devices=devices)
         result = store.create_study(spec.name, spec.stored(), direction=spec.direction, versions=versions)
         if result.spec == spec.stored():  # else another process has created it meanwhile
             return result, spec

@@ -157,9 +157,8 @@ def _check_modules(spec: StudySpec) -> None:
             raise UsageError(f"--no-preload takes whole packages: write {top} instead of {name}.")
     if spec.on != "here":
         return  # cluster nodes may have other modules
-    script = spec.script
-    beside = Path(script.cwd) if script.is_module else Path(script.script).parent
-    paths = [Path(path) for path in script.environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    beside = spec.script.folder
+    paths = [Path(path) for path in spec.script.environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     for name in spec.preload or ():
         if not is_importable(name, [beside, *paths], python=spec.python):
             raise UsageError(f"--preload is {name}: no such module is installed, and none lies in {beside}.")

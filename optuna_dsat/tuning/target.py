@@ -80,7 +80,7 @@ def _with_experiment(rest: tuple[str, ...], hparams: Path | None) -> tuple[str, 
 
 
 def _script(path: Path) -> tuple[str, str]:
-    """Return the absolute path of a script and its stem."""
+    """Return the absolute path of a script, with its links as in the ``__file__`` of its own command, and its stem."""
     if not path.is_file():
         raise UsageError(
             f"The script {path} {'is not a file' if path.exists() else 'does not exist'}."
@@ -91,7 +91,8 @@ def _script(path: Path) -> tuple[str, str]:
     is_json = len(body) == 1 and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Dict)
     if path.suffix in _OF_CONFIGS or is_json:
         raise UsageError(f"The script {path} is a config. Name the training script first, its config second.")
-    return str(path.resolve()), path.stem
+    plain = Path(os.path.abspath(path))  # noqa: PTH100 - without `..`, unless a link is before it
+    return str(plain if plain.exists() and plain.samefile(path) else path.absolute()), path.stem
 
 
 def _module(name: str, python: str | None) -> tuple[str, str]:

@@ -10,6 +10,9 @@ import pytest
 from optuna_dsat.script.command.source import declared_options, module_file, reads_input
 from optuna_dsat.study.profile.fingerprint import fingerprint
 from optuna_dsat.study.spec import make_spec
+from optuna_dsat.tuning.options.tune_options import RandomOptions
+from optuna_dsat.tuning.target import find_target
+from tests.harness.studies import spec_of
 
 
 @pytest.fixture
@@ -58,6 +61,31 @@ def test_a_profile_depends_on_the_code_of_the_module_and_its_settings(folder: Pa
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("raise SystemExit('changed')")
         assert (fingerprint(spec, device_names=("cpu",)) != before) is seen
+
+
+def test_a_linked_script_runs_by_its_link_and_imports_from_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with ``python LINK``: ``__file__`` is the link, ``sys.path[0]`` the real folder."""
+    source, link = tmp_path / "shared" / "main.py", tmp_path / "exp" / "train.py"
+    for folder in (source.parent, link.parent, tmp_path / "exp" / "deep"):
+        folder.mkdir()
+    source.write_text("import helper")
+    (source.parent / "helper.py").write_text("answer = input()")
+    link.symlink_to("../shared/main.py")
+    monkeypatch.chdir(link.parent)
+    for given in ("train.py", "deep/../train.py"):
+        assert find_target(RandomOptions(script=given), python=None).script == str(link)
+    assert reads_input(str(link), is_module=False, cwd=link.parent)
+    script = {"cwd": str(link.parent), "config_path": ""}
+    linked, real = (spec_of(tmp_path, script={**script, "script": str(path)}) for path in (link, source))
+    assert linked.script.folder == source.parent
+    assert linked.script != real.script
+    assert linked.identity() == real.identity()
+    (tmp_path / "exp" / "code").symlink_to("../shared/sub")
+    (tmp_path / "shared" / "sub").mkdir()
+    target = find_target(RandomOptions(script="code/../main.py"), python=None)
+    assert target.script == str(link.parent / "code" / ".." / "main.py")
 
 
 @pytest.mark.parametrize(

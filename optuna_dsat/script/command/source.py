@@ -186,7 +186,7 @@ def _files(
     script: str, *, is_module: bool, cwd: Path, python: str | None = None
 ) -> Iterator[tuple[list[ast.AST], list[str]]]:
     """Yield the syntax nodes and the imported modules of a script and of the user files that it imports."""
-    first = module_file(script, cwd, python=python) if is_module else cwd / script
+    first = module_file(script, cwd, python=python) if is_module else (cwd / script).resolve()
     waiting: list[Path] = [] if first is None else [first]
     seen: set[Path] = set()
     while waiting and len(seen) < _MOST_FILES:

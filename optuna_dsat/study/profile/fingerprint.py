@@ -61,7 +61,7 @@ def _code_folders(spec: StudySpec) -> list[Path]:
     """Return the folders with code of a launch: the script's, and for a module the working directory."""
     script, cwd = spec.script, Path(spec.script.cwd)
     if not script.is_module:
-        return [Path(script.script).parent]
+        return [script.folder]
     if script.script == RUNNER:
         return sorted({cwd, find_trial_class(script.args[0], cwd).parent})
     file = module_file(script.script, cwd, python=spec.python)
