@@ -46,4 +46,7 @@ def run(argv: list[str], *, safe_path: bool, forked: bool = False) -> NoReturn:
 
 
 if __name__ == "__main__":
-    run(sys.argv[1:], safe_path=getattr(sys.flags, "safe_path", False))
+    is_safe = getattr(sys.flags, "safe_path", False)
+    if not is_safe:
+        del sys.path[0]  # the working directory, until the script runs
+    run(sys.argv[1:], safe_path=is_safe)

@@ -67,6 +67,8 @@ from optuna_dsat.secrecy.references import PREFIX, hidden_text, keep, names_in, 
 EXIT_EVENTS_LOST = 74
 """Exit code of a rank whose events could not be written (``EX_IOERR`` of ``sysexits.h``)."""
 
+SAFE_PATH_ENV, UNTIL_SCRIPT = "PYTHONSAFEPATH", "until the script runs"
+"""Keeps the working directory off a rank's path while it imports ours, where it may have a ``random.py``."""
 AGENT_ENV = "OPTUNA_DSAT_AGENT_PID"
 """Environment variable with the process number of torchrun, which starts the ranks; hidden from the script."""
 
@@ -91,6 +93,9 @@ def run_rank(plan: LaunchPlan, rank: Rank, command: ScriptCommand, *, safe_path:
         SystemExit: If the script calls ``sys.exit``; the caller exits with its code.
     """
     agent = os.environ.pop(AGENT_ENV, "")
+    if os.environ.get(SAFE_PATH_ENV) == UNTIL_SCRIPT:
+        del os.environ[SAFE_PATH_ENV]
+        safe_path = False
     die_with_parent(int(agent) if agent.isdigit() else os.getppid())
     if plan.log_dir:
         silence_input()

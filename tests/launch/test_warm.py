@@ -87,7 +87,11 @@ def test_a_forked_rank_finds_what_a_started_one_does(
     report, updates = run(warm_launcher, state_request(folder, "first"))
     assert report.outcome is Outcome.MEASURED, report
     assert [event.forked for event in events(updates, RankStarted)] == [True, True]
-    run(plain, state_request(folder, "started"))
+    (folder / "argparse.py").write_text("raise SystemExit('a file of the working directory was imported')")
+    report, _ = run(plain, state_request(folder, "started"))
+    (folder / "argparse.py").unlink()
+    assert report.outcome is Outcome.MEASURED, report
+    assert "PYTHONSAFEPATH" not in states(folder, "started")[0]["environ"]
     for forked, started in zip(states(folder, "first"), states(folder, "started"), strict=True):
         differing = {
             key: (forked[key], started[key]) for key in started.keys() - MAY_DIFFER if forked[key] != started[key]

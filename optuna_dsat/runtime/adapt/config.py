@@ -104,12 +104,12 @@ class ScriptCommand:
         """Run it as ``__main__``, with ``sys.argv`` and ``sys.path[0]`` as Python itself would set them."""
         sys.argv = [self.name, *self.args]
         sys.orig_argv = [sys.executable, *(["-m"] if self.is_module else []), *sys.argv]
+        if not safe_path:
+            # ``python -m`` sets it to the working directory, ``python SCRIPT`` to the script's real directory.
+            sys.path.insert(0, str(Path.cwd() if self.is_module else Path(self.name).resolve().parent))
         if self.is_module:
             runpy.run_module(self.name, run_name="__main__", alter_sys=True)
             return
-        if not safe_path:
-            # ``python -m`` sets it to the working directory, ``python SCRIPT`` to the script's real directory.
-            sys.path[0] = str(Path(self.name).resolve().parent)
         runpy.run_path(self.name, run_name="__main__")
 
 

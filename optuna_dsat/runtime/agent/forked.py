@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from optuna_dsat.runtime.agent.cuda import driver_is_initialised, restore_cuda
+from optuna_dsat.runtime.process import SAFE_PATH_ENV
 
 _RUNTIME = "optuna_dsat.runtime"
 
@@ -219,9 +220,7 @@ def _become_rank(
     argv = list(command[command.index(_RUNTIME) + 1 :])
     sys.argv = [_RUNTIME, *argv]
     sys.orig_argv = list(command)
-    safe_path = bool(environ.get("PYTHONSAFEPATH"))
-    if not safe_path:
-        sys.path.insert(0, str(Path.cwd()))
+    safe_path = bool(environ.get(SAFE_PATH_ENV))
     _disown_temporary_folders()
     _reseed()
     restore_cuda()

@@ -2,7 +2,7 @@
 
     python -m optuna_dsat.runtime.agent.torchrun RECORD TUNER_PID TORCHRUN_ARGUMENTS...
 
-The same as ``python -m torch.distributed.run TORCHRUN_ARGUMENTS...``, with seven differences:
+The same as ``python -m torch.distributed.run TORCHRUN_ARGUMENTS...``, with eight differences:
 
 - The kernel kills it when the thread that started it ends, and so with the tuner, even if that is killed.
 - If ranks fail, it writes their exit codes and signals to RECORD as JSON. torchrun only logs them, and outcomes are
@@ -11,6 +11,7 @@ The same as ``python -m torch.distributed.run TORCHRUN_ARGUMENTS...``, with seve
 - It serves a single machine, so it does not wait for others.
 - It never calls CUDA (``runtime/agent/cuda.py``).
 - It enters the launch's private view of the file system (``runtime/isolation/world.py``).
+- Its ranks import ours before the working directory is on their path (Python 3.11 or newer).
 - It ends after all processes that a measured launch has started (``launch/machine/tree.py``).
 """
 
@@ -29,7 +30,7 @@ from optuna_dsat.runtime.agent.cuda import cuda_hidden
 from optuna_dsat.runtime.agent.processes import adopt_orphans, die_with_parent, end_children
 from optuna_dsat.runtime.files import write_text_atomic
 from optuna_dsat.runtime.isolation.world import enter_world
-from optuna_dsat.runtime.process import AGENT_ENV
+from optuna_dsat.runtime.process import AGENT_ENV, SAFE_PATH_ENV, UNTIL_SCRIPT
 from optuna_dsat.runtime.rank import LAUNCH_ENV, LaunchPlan
 
 # Ports of a launch listen on the loopback address, or for several machines on the address of node 0 only.
@@ -118,6 +119,7 @@ def main(argv: list[str]) -> int:
     record, parent_pid, arguments = Path(argv[0]), int(argv[1]), argv[2:]
     die_with_parent(parent_pid)
     os.environ[AGENT_ENV] = str(os.getpid())
+    os.environ.setdefault(SAFE_PATH_ENV, UNTIL_SCRIPT)
     plan = LaunchPlan.load(os.environ[LAUNCH_ENV])
     if not plan.measures:
         return _run_torchrun(arguments, record)
