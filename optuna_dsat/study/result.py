@@ -309,7 +309,7 @@ def result_of(
                 _running_engines_in_words(study.trials, Rounds.of(study.attributes)),
             )
         ).strip(),
-        advice="" if profiled is None else _advice(study, profiled, complete, launches, settings_written=writes_batch),
+        advice="" if profiled is None else _advice(study, profiled, answers, launches, settings_written=writes_batch),
         failures=" ".join(filter(None, (describe_structure_failures(study.trials), rounds.failures_in_words()))),
         continued=sum(bool(row.report.root) for row in launches if _is_of_trial(row)),
         launches=dict(Counter(row.report.outcome.value for row in launches if _is_of_trial(row))),
@@ -359,12 +359,13 @@ def _same_batch(study: StoredStudy, *, storage: str) -> SameBatch | None:
 def _advice(
     study: StoredStudy,
     profiled: Profiled,
-    config: Mapping[str, Any],
+    answers: Sequence[FrozenTrial],
     launches: Sequence[StoredLaunch],
     *,
     settings_written: bool,
 ) -> str:
-    """Return what to change in the script, and what another precision brings; empty without any."""
+    """Return what to change in the script, and what another precision brings; the first answer is the fastest."""
+    config, *others = map(study.complete_config, answers)
     device, size = profiled.profile.device_name, profiled.profile.param_bytes
     configured = profiled.precision_of(study.spec.ds_config)
     trained = "bf16" if ds_config.precision_of(config) == "bf16" else configured
@@ -372,7 +373,7 @@ def _advice(
     compared = any(BIND_CORES in trial.params for trial in study.trials)
     binding = "" if compared else core_binding_in_words(config, ranks=study.spec.slots_per_trial)
     script = profiled.advice(config, settings_written=settings_written)
-    loaded, saved = profiled.checkpoint_advice(study.spec, config), _lone_save_in_words(launches)
+    loaded, saved = profiled.checkpoint_advice(study.spec, [config, *others]), _lone_save_in_words(launches)
     return " ".join(filter(None, (script, loaded, saved, gain, binding)))
 
 

@@ -248,8 +248,8 @@ def test_the_file_for_all_engines_has_nothing_that_the_script_sets_for_one_of_th
 def test_a_checkpoint_that_the_best_config_cannot_load_is_named(stages: tuple[int, int], loads: bool) -> None:
     own, best = ({MICRO: 8, "zero_optimization": {"stage": stage}} for stage in stages)
     request = spec().model_copy(update={"ds_config": own})
-    assert profiled_of().checkpoint_advice(request, best) == ""
-    advice = profiled_of(checkpoint="runs/a").checkpoint_advice(request, best)
+    assert profiled_of().checkpoint_advice(request, [best]) == ""
+    advice = profiled_of(checkpoint="runs/a").checkpoint_advice(request, [own, best])
     assert (advice == "") == loads
     assert loads or f"runs/a. DeepSpeed does not load a checkpoint of ZeRO {stages[0]}" in advice
 

@@ -14,6 +14,7 @@ from optuna.trial import FrozenTrial
 from optuna_dsat.cli.show import show_result
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.explain.explanation import explained
+from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.study.result import StudyResult
 from optuna_dsat.study.space import space_of
 from optuna_dsat.study.stored import read_stored
@@ -93,9 +94,15 @@ def test_an_implied_accumulation_is_no_difference_from_the_users_config(bench: S
 
 
 @pytest.mark.usefixtures("in_sqlite")
-def test_commands_show_and_print_both_configs(bench: StudyBench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_show_and_print_both_configs(
+    bench: StudyBench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = "train_micro_batch_size_per_gpu"
+    advice = staticmethod(lambda _, configs: f"loads {[config[size] for config in configs]}")
+    monkeypatch.setattr(Profiled, "checkpoint_advice", advice)
     result = _search(bench, method="random", max_trials=8, confirm=0)
     assert result.same_batch is not None
+    assert f"loads {[result.config[size], result.same_batch.config[size]]}" in result.advice
     leave("show", "s", "--storage", bench.store.url)
     shown = capsys.readouterr().out
     assert f"optuna-dsat train s --trial {result.same_batch.trial} --storage {bench.store.url}\n" in shown

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -188,18 +188,19 @@ class Profiled(Record):
             )
         return " ".join(names)
 
-    def checkpoint_advice(self, spec: StudySpec, config: Mapping[str, Any]) -> str:
-        """Return a warning if a config cannot continue from the checkpoint that the script loads; empty if it can."""
-        user, best = (
+    def checkpoint_advice(self, spec: StudySpec, configs: Iterable[Mapping[str, Any]]) -> str:
+        """Return a warning if one of the configs cannot continue from the checkpoint that the script loads."""
+        user, *others = (
             ds_config.zero_section(ds_config.effective(each)).get("stage", 0)
-            for each in (self.followed_by(spec).ds_config, config)
+            for each in (self.followed_by(spec).ds_config, *configs)
         )
-        alike = user == best or {user, best} == {1, 2}
-        if not self.checkpoint or alike or ds_config.AUTO in (user, best):
+        unlike = {str(stage) for stage in others if stage not in (user, ds_config.AUTO) and {user, stage} != {1, 2}}
+        if not self.checkpoint or not unlike or user == ds_config.AUTO:
             return ""
+        stages = " or ".join(sorted(unlike))
         return (
             f"The script loads the checkpoint {self.checkpoint}. DeepSpeed does not load a checkpoint of ZeRO {user} "
-            f"with ZeRO {best}: train from the beginning, or tune with --fix {ZERO_STAGE}={user}."
+            f"with ZeRO {stages}: train from the beginning, or tune with --fix {ZERO_STAGE}={user}."
         )
 
     def trains_by_command(self, spec: StudySpec, config: Mapping[str, Any], *, settings_written: bool) -> bool:
