@@ -129,14 +129,16 @@ def control_frozen(engine: RayEngine, control: int) -> Seen:
     """Stop (SIGSTOP) Ray's control service."""
     place = engine.request(nodes=2, slots=2)
     pids = ready(engine, place)
-    ray_engine._SILENT_S = 8.0  # only now: it is busy while agents start; longer than a check and its answer may take
+    ray_engine._SILENT_S, ray_engine._LOOK_S = 4.0, 0.5  # only now: it is busy while agents start
     os.kill(control, signal.SIGSTOP)
     result = loss(engine, place, pids)
     try:
         engine.request(nodes=2, slots=2)
     except DeviceError as error:
         result["refused"] = str(error)
-    return result
+    begun = time.monotonic()
+    engine.close()  # while the place is still referred to, as by a search that ends
+    return {**result, "closed_s": time.monotonic() - begun}
 
 
 def held(engine: RayEngine) -> Seen:

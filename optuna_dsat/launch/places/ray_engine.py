@@ -56,9 +56,8 @@ class ControlWatch:
         return f"Ray's control service (GCS) has given no answer for {_SILENT_S:g} s" if silent else ""
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop watching; the daemon thread may still wait for an answer."""
         self._closed.set()
-        self._thread.join()
 
     def _watch(self) -> None:
         while not self._closed.wait(_LOOK_S):
@@ -193,7 +192,7 @@ class RayEngine:
         if self._control is not None:
             self._control.close()
         if self._is_ours:
-            leave_cluster()
+            leave_cluster(answers=not (self._control and self._control.failure))
             self._is_ours = False
 
     def _connect(self) -> None:
@@ -320,17 +319,15 @@ def join_cluster(address: str) -> bool:
     return True
 
 
-def leave_cluster() -> None:
+def leave_cluster(*, answers: bool = True) -> None:
     """Disconnect this driver without a long wait if the cluster does not answer; Ray's shutdown has no time limit."""
     import ray
 
-    try:
-        greet(control_address())
-    except OSError:
-        pass
-    else:
-        ray.shutdown()
-        return
+    with suppress(OSError):
+        if answers:
+            greet(control_address())
+            ray.shutdown()
+            return
     atexit.unregister(ray.shutdown)
     worker: Any = importlib.import_module("ray._private.worker").global_worker
     # Ray threads that still run would crash this process at exit and hide its exit code.

@@ -137,8 +137,11 @@ def _start(given: argparse.Namespace, relays: Sequence[Any], *, address: str) ->
     ray.get(begun, timeout=_BEGIN_S)
 
 
-def _follow(relays: Sequence[Any]) -> int:
-    """Forward the nodes' output until all have ended or one has failed; return the exit code."""
+def _follow(relays: list[Any]) -> int:
+    """Forward the nodes' output until all have ended or one has failed; return the exit code.
+
+    Relays that give no answer are removed: they would not answer ``close`` either.
+    """
     import ray
 
     def ask(node: int) -> None:
@@ -160,6 +163,7 @@ def _follow(relays: Sequence[Any]) -> int:
                 return int(code)
         silent = [node for node, since in asked.values() if time.monotonic() - since > LOST_S]
         if silent:
+            relays[:] = [relay for node, relay in enumerate(relays) if node not in silent]
             raise DeviceError(f"Node {silent[0]} of the training has given no answer for {LOST_S:g} s.")
     return 0
 
