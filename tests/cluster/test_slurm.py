@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -19,23 +18,19 @@ import psutil
 import pytest
 
 from optuna_dsat.launch.launcher import TorchrunLauncher
+from optuna_dsat.launch.places import cluster
 from optuna_dsat.launch.places import slurm as slurm_module
 from optuna_dsat.launch.places.cluster import Limits
 from optuna_dsat.launch.places.engine import ClusterError, Place, PlaceState
 from optuna_dsat.launch.places.slurm import SlurmEngine, srun_command
-from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.runtime.events import RankStarted, StepMeasured
+from optuna_dsat.runtime.events import StepMeasured
 from optuna_dsat.runtime.user_code import stacks_path
 from tests.cluster.launches import finish, launcher_on, poll_until, stub
 from tests.harness.launches import (
-    DS_CONFIG,
     AheadClock,
     events,
-    reports,
-    request,
     updates_until,
-    updates_until_finished,
 )
 from tests.harness.slurm import SlurmCluster
 from tests.harness.waits import assert_within, wait_until
@@ -45,7 +40,9 @@ RELEASE_S = 5.0
 
 
 @pytest.fixture
-def engine(slurm: SlurmCluster) -> Iterator[SlurmEngine]:
+def engine(slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmEngine]:
+    monkeypatch.setattr(slurm_module, "_REASON_S", 0.2)
+    monkeypatch.setattr(cluster, "_QUIET_S", 0.2)
     engine = SlurmEngine(())
     yield engine
     engine.close()
@@ -153,21 +150,6 @@ def test_a_queued_place_is_taken_back(engine: SlurmEngine, slurm: SlurmCluster) 
     until(engine, lambda: bool(queued.why), what="one is queued")
     engine.release(queued)
     wait_until(lambda: len(slurm.jobs) == 1, what="the queued job is gone")
-
-
-@pytest.mark.torchrun
-def test_a_launch_has_its_ranks_on_two_nodes(launcher: TorchrunLauncher, tmp_path: Path) -> None:
-    launcher.start(stub(tmp_path))
-    updates = updates_until_finished(launcher)
-    [report] = reports(updates).values()
-    assert (report.outcome, report.host) == (Outcome.MEASURED, "n1, n2"), report.message
-    started = events(updates, RankStarted)
-    assert {event.rank for event in started} == {0, 1}
-    assert {event.local_rank for event in started} == {0}
-    assert "--nnodes 2" in " ".join(report.command)
-    folder = tmp_path / "out" / "trial-0000"
-    assert {path.name for path in (folder / "events").iterdir()} == {"rank0.jsonl", "rank1.jsonl"}
-    assert (folder / "logs" / "rank1.stderr.log").exists() or (folder / "logs" / "rank1.stdout.log").exists()
 
 
 @pytest.mark.torchrun
@@ -299,21 +281,3 @@ def test_inside_an_allocation_a_place_is_a_step_of_it(slurm: SlurmCluster) -> No
     assert refused.endswith("that this runs in has 2 nodes.")
     assert granted == "ready  ['n1', 'n2']"
     wait_until(lambda: not slurm.tasks() and not slurm.jobs, what="the allocation is given back")
-
-
-def test_ranks_on_two_nodes_measure_several_trials(launcher: TorchrunLauncher, tmp_path: Path) -> None:
-    (tmp_path / "user_config.json").write_text(json.dumps(DS_CONFIG))
-
-    def measured(name: str, size: int) -> tuple[LaunchReport, set[int | None]]:
-        overlay = {"train_micro_batch_size_per_gpu": size}
-        config = {**DS_CONFIG, **overlay}
-        launcher.start(
-            request(tmp_path, launch_id=name, script="continued.py", overlay=overlay, ds_config=config, continues=True)
-        )
-        updates = updates_until_finished(launcher)
-        return reports(updates)[name], {step.observed_micro_batch for step in events(updates, StepMeasured)}
-
-    first, _ = measured("first", 4)
-    second, sizes = measured("second", 9)
-    assert (second.outcome, second.root, sizes) == (Outcome.MEASURED, "first", {9})
-    assert second.startup_s < first.startup_s / 2

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from optuna.trial import TrialState
@@ -33,7 +34,7 @@ print(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} on {os.environ['
 """
 
 
-def reports(folder: Path) -> dict[str, dict[str, object]]:
+def reports(folder: Path) -> dict[str, dict[str, Any]]:
     """Return name of a launch -> its report, for all that have one."""
     return {path.parent.name: json.loads(path.read_text()) for path in folder.glob("*/report.json")}
 
@@ -78,6 +79,9 @@ def test_a_killed_search_leaves_nothing_on_the_nodes_and_goes_on_and_the_users_f
     assert all(len(str(ended[name]["host"]).split(", ")) == 2 for name in measured)
     events = [path.read_text() for name in measured for path in (folder / name / "events").iterdir()]
     assert len(events) == 2 * len(measured)
+    started = [json.loads(text.partition("\n")[0]) for text in events]
+    assert {(event["rank"], event["local_rank"]) for event in started} == {(0, 0), (1, 0)}
+    assert all({"--nnodes", "2"} <= set(ended[name]["command"]) for name in measured)
     assert any('"forked":true' in text for text in events)
     assert ("Trials write to overlays: your files stay as they are." in output + errors) is overlays
     assert not slurm.jobs
