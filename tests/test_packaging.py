@@ -46,7 +46,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_installs_and_runs(wheel: Path, tmp_path: Path) -> None:
     target = tmp_path / "installed"
-    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index"]
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-compile"]
     install += ["--target", str(target), str(wheel)]
     subprocess.run(install, check=True, capture_output=True)
     code = "import optuna_dsat, optuna_dsat.samplers, optuna_dsat.pruners; print(optuna_dsat.__file__)"

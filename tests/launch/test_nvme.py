@@ -25,7 +25,7 @@ from optuna_dsat.launch.machine.operators import compile_operators
 from optuna_dsat.launch.protocol import LaunchRequest
 from optuna_dsat.launch.run_directory import OutputError
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.runtime.agent.operators import ASYNC_IO
+from optuna_dsat.runtime.agent.operators import ASYNC_IO, extensions_dir
 from optuna_dsat.runtime.events import StepMeasured
 from tests.harness.launches import STUB, events, request, run, updates_until, updates_until_finished
 from tests.launch.test_torchrun import BASE_ENV
@@ -49,6 +49,8 @@ OFFLOADS = ("offload_optimizer", "offload_param")
 def async_io() -> None:
     """Skip where DeepSpeed's operator cannot be built; build it otherwise."""
     environ = device_environment(BASE_ENV, kind="cpu", python=sys.executable)
+    if any(extensions_dir(environ).rglob("async_io.so")):
+        return
     if why := compile_operators([ASYNC_IO], environ, python=sys.executable):
         pytest.skip(f"async_io cannot be built: {why[ASYNC_IO]}")
 

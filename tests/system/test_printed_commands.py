@@ -111,8 +111,8 @@ SEARCHES = (
     Search(name="the Trainer, a config of the autotuning tutorial", folder=PRINTED,
            words="deepspeed --autotuning run --num_nodes=1 --num_gpus=2 trainer.py --deepspeed tutorial.json"
            f" --use_cpu --gradient_accumulation_steps 1 {TRAINER}"),
-    Search(name="accelerate launch", folder=PRINTED, is_always_run=True,
-           words="accelerate launch --use_deepspeed --num_processes 2 --num_machines 1 --mixed_precision no"
+    Search(name="accelerate launch", folder=PRINTED, ranks=1, is_always_run=True,
+           words="accelerate launch --use_deepspeed --num_processes 1 --num_machines 1 --mixed_precision no"
            " --dynamo_backend no --zero_stage 2 --gradient_accumulation_steps 1 --deepspeed_config_file open.json"
            " backend.py"),
     Search(name="accelerate launch, a file of settings", folder=PRINTED,
