@@ -64,8 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         stack.enter_context(revisions_loaded_once())
         server = stack.enter_context(running_server(folder)) if "postgres" in asked.databases else None
         studies = list(_studies(asked, folder, server, stack))
-        for study in studies:
-            study.warm_up()
+        made = {(study.case.method, study.case.database) for study in studies if study.case.new}
+        for study in studies:  # what makes its database needs all that the same study on one with tables does
+            if study.case.new or (study.case.method, study.case.database) not in made:
+                study.warm_up()
         references = {study.case: study.reference() for study in studies}
         strikes = _chosen(asked, references, seed=seed)
         return _show(_try_all(strikes, studies, references, folder=folder, jobs=asked.jobs))

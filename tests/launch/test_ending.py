@@ -20,6 +20,7 @@ from optuna_dsat.launch.machine.tree import ProcessTree, end_launch
 from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.launch.warm.forking import Forking
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.runtime.agent import processes
 from optuna_dsat.runtime.agent.preload import Preload
 from optuna_dsat.runtime.agent.processes import MARK_ENV, Ending, ProcessKey
 from tests.harness.launches import request
@@ -133,7 +134,8 @@ def test_a_compiler_leaves_no_file(start: Started, temporary: Path) -> None:
     ],
     ids=["deaf", "goes-on", "starts-itself-again", "stopped"],
 )
-def test_a_program_that_does_not_end_is_killed(start: Started, script: str) -> None:
+def test_a_program_that_does_not_end_is_killed(start: Started, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_PROGRAMS_S", 0.3)
     process, mark = start("bash", "-c", script)
     began = time.monotonic()
     kill_leftovers(mark)

@@ -118,13 +118,13 @@ def test_a_launch_that_is_ended_leaves_nothing_on_nvme(
     warm_launcher: TorchrunLauncher, tmp_path: Path, drive: Path
 ) -> None:
     overlay = on_nvme(drive, offload_optimizer="nvme")
-    warm_launcher.start(swapped(tmp_path, overlay, launch_id="stopped", args=("--step-s", "0.2"), end_profile_step=90))
+    warm_launcher.start(swapped(tmp_path, overlay, launch_id="ended", args=("--step-s", "0.2"), end_profile_step=90))
     updates_until(warm_launcher, lambda seen: events(seen, StepMeasured))
     (folder,) = (path for path in drive.iterdir() if path.is_dir())
     files = [path.name for path in folder.rglob("*.swp")]
     assert sum(name.startswith("exp_avg") for name in files) >= 2, files
     assert not any("_param.tensor" in name for name in files), files
-    warm_launcher.stop("stopped")
+    warm_launcher.stop("ended")
     updates_until_finished(warm_launcher)
     assert [path.name for path in drive.iterdir()] == ["mine"]
 

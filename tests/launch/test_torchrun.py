@@ -163,8 +163,9 @@ def settled(launcher: TorchrunLauncher) -> Settled:
 
 
 def test_a_launch_follows_one_that_is_settled_and_a_waiting_one_can_be_stopped(
-    launcher: TorchrunLauncher, cwd: Path
+    warm_launcher: TorchrunLauncher, cwd: Path
 ) -> None:
+    launcher = warm_launcher
     launcher.start(request(cwd, launch_id="first", script=STUB, args=("--exit-s", "2")))
     with pytest.raises(SlotsBusyError):
         launcher.start(request(cwd, launch_id="too-early", script=STUB))
