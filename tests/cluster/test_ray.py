@@ -219,7 +219,8 @@ def test_with_an_agent_its_place_and_the_agents_of_other_nodes_go(places: dict[s
 def test_a_node_whose_agent_stands_still_is_lost_and_rid_of_it(places: dict[str, Any]) -> None:
     result = places["pinned"]["frozen"]
     assert "said nothing for 4 s" in result["why"]
-    assert_within(result["lost_s"] + result["gone_s"], 40.0)
+    assert_within(result["lost_s"], 20.0)
+    assert_within(result["gone_s"], 4.0)  # an agent that is stopped cannot end at SIGTERM, for which others have 5 s
 
 
 @with_ray

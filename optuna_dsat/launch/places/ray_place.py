@@ -127,7 +127,7 @@ class NodeRelay:
                 process.stdin.close()
         process.terminate()
         try:
-            process.wait(_END_S)
+            process.wait(0 if _is_stopped(process.pid) else _END_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
