@@ -275,9 +275,9 @@ class _Attempts:
         assert engine is not None
         at_own = launched.attempt.with_least(own_batch(self._spec, record).micro_batch, 1)
         if _steps_may_follow(self._spec, record) and at_own != launched.attempt:
-            own = self._launch(at_own)
-            if own.report.outcome is Outcome.MEASURED and own.record.engine is not None:
-                engine = replace(engine, config_differences=own.record.engine.config_differences)
+            second = self._launch(at_own)
+            if second.report.outcome is Outcome.MEASURED and second.record.engine is not None:
+                engine = replace(engine, config_differences=second.record.engine.config_differences)
         record.engine = replace(engine, config_differences={**self._differences, **engine.config_differences})
         return launched
 
