@@ -108,10 +108,15 @@ def test_configs_are_read_as_deepspeed_reads_them(tmp_path: Path) -> None:
     assert read_config(str(commented)) == {"train_batch_size": 4}
 
 
-@pytest.mark.parametrize("config", ["/nowhere/config.json", 7, ["a"]])
-def test_what_is_no_config_is_refused_with_its_value(config: Any) -> None:
-    with pytest.raises(ValueError, match=r"takes a config as a dict.*got"):
+@pytest.mark.parametrize("config", ["/nowhere/config.json", 7, ["a"], "cut.json"])
+def test_what_is_no_config_is_refused_with_its_value(
+    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("cut.json").write_text('{"train_batch_size": ', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"takes a config as a dict.*got") as refused:
         read_config(config)
+    assert ("which is no file in" in str(refused.value)) == (config == "/nowhere/config.json")
 
 
 def test_a_list_is_no_config(tmp_path: Path) -> None:
