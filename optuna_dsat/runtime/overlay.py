@@ -226,7 +226,8 @@ def read_config(config: Any) -> dict[str, Any]:
         is_missing = str(config).endswith(".json") and not Path(config).is_file()
         missing = f", which is no file in {Path.cwd()}" if is_missing else ""
         raise ValueError(
-            f"deepspeed.initialize takes a config as a dict, the path of a JSON file or base64; got {config!r}{missing}."
+            "deepspeed.initialize takes a config as a dict, the path of a JSON file or base64; "
+            f"got {config!r}{missing}."
         ) from error
     if not isinstance(parsed, dict):
         raise ValueError(f"A DeepSpeed config is a JSON object; {config!r} holds {type(parsed).__name__}.")
