@@ -23,6 +23,7 @@ from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import EngineReady, Event, ProfileMeasured, StepMeasured
 from tests.harness.launches import DS_CONFIG, request
+from tests.harness.ranks import WarmRanks
 
 ROOT = Path(__file__).parents[2]
 CONFIG = "ds_config.json"
@@ -101,6 +102,12 @@ def warm_launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Torchrun
         _, report = follow(launcher, request(folder, launch_id="first"), lambda _: None)
         assert report.outcome is Outcome.MEASURED, report
         yield launcher
+
+
+@pytest.fixture(scope="session")
+def warm_ranks(warm_launcher: TorchrunLauncher) -> WarmRanks:
+    """Return ranks that are forked from the process of the launches."""
+    return WarmRanks(warm_launcher._forking, of_launches=True)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import pytest
 
 from optuna_dsat.launch.machine.processes import new_mark
 from optuna_dsat.launch.run_directory import PreparedLaunch, RunDirectory
-from optuna_dsat.launch.warm.forking import Forking
+from optuna_dsat.launch.warm.forking import _PER_LAUNCH, Forking
 from optuna_dsat.runtime.agent.preload import BASE_MODULES, Preload
 from optuna_dsat.runtime.agent.processes import MARK_ENV
 from optuna_dsat.runtime.events import Event, decode_event
@@ -78,9 +78,10 @@ class WarmRanks:
     Saves about ten seconds of CPU time per launch; for tests of ranks' behaviour, not of their start.
     """
 
-    def __init__(self, folder: Path, *libraries: str) -> None:
-        self._warm = Forking(folder / "warm.log", enabled=True, on_notice=print)
-        self._warm.prepare(Preload(modules=(*BASE_MODULES, *libraries)))
+    def __init__(self, warm: Forking, *, of_launches: bool = False) -> None:
+        self._warm = warm
+        self._of_launches = of_launches
+        """Whether ranks get the environment of the launches that are forked from the same process."""
         self._count = 0
 
     def begin(self, environment: Mapping[str, str]) -> None:
@@ -94,6 +95,9 @@ class WarmRanks:
             WarmUnavailableError: If the environment differs from the shared environment.
         """
         self._count += 1
+        environ = without_pytest(environment)
+        if self._of_launches:
+            environ = {**self._warm._environ, **{name: environ[name] for name in _PER_LAUNCH & environ.keys()}}
         directory, mark = RunDirectory.create(folder, f"torchrun-{self._count}"), new_mark()
         agent = self._warm.fork(
             PreparedLaunch(
@@ -102,7 +106,7 @@ class WarmRanks:
                 mark=mark,
                 shown=(),
                 arguments=arguments,
-                environ={**without_pytest(environment), MARK_ENV: mark},
+                environ={**environ, MARK_ENV: mark},
                 cwd=str(folder),
                 directory=directory,
             )
@@ -138,7 +142,9 @@ def warm_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmRanks]:
 
 def warm_ranks_with(folder: Path, *libraries: str) -> Iterator[WarmRanks]:
     """Yield ranks forked from a process that has also imported some libraries."""
-    warm = WarmRanks(folder, *libraries)
+    forking = Forking(folder / "warm.log", enabled=True, on_notice=print)
+    forking.prepare(Preload(modules=(*BASE_MODULES, *libraries)))
+    warm = WarmRanks(forking)
     try:
         warm.begin(Starter(folder).environment({}))
         yield warm
