@@ -297,11 +297,9 @@ class RayPlace:
         self._phase = _Phase.LEAVING
 
     def give_up(self, why: str) -> None:
-        """Mark the allocation as lost without calling Ray, which does not answer.
-
-        Forget what belongs to Ray, which ends this process if a reference is deleted once it is disconnected.
-        """
+        """Mark the allocation as lost without calling Ray, which does not answer."""
         self.state, self.why, self._phase = PlaceState.LOST, why, _Phase.GONE
+        # Ray ends this process if one of these is deleted once it is disconnected
         self._nodes, self._goodbyes, self._granted, self._group = [], [], None, None
 
     def _ask_for_it(self, ready: Sequence[Any], now: float) -> None:

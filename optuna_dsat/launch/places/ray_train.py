@@ -138,10 +138,7 @@ def _start(given: argparse.Namespace, relays: Sequence[Any], *, address: str) ->
 
 
 def _follow(relays: list[Any]) -> int:
-    """Forward the nodes' output until all have ended or one has failed; return the exit code.
-
-    Relays that give no answer are removed: they would not answer ``close`` either.
-    """
+    """Forward the nodes' output until all have ended or one has failed; return the exit code, remove silent relays."""
     import ray
 
     def ask(node: int) -> None:
