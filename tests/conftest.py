@@ -24,6 +24,7 @@ import pytest
 
 from optuna_dsat.signals import ENDING
 
+gc.disable()  # until all tests are collected, which took twice as long
 pytest_plugins = ["tests.harness.databases", "tests.harness.forks", "tests.harness.ranks"]
 
 T = TypeVar("T")
@@ -96,15 +97,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return scheduling
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Iterator[None]:
-    """Collect no garbage meanwhile, half of this time, nor later what is there to stay: all modules and tests."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.freeze()
+def pytest_collection_finish() -> None:
+    """Look for garbage from here on, not among the modules and tests that are there to stay."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(trylast=True)

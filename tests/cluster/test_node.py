@@ -304,18 +304,11 @@ time.sleep(600)
 """
 
 
-GUARDED = """
-import sys
-from optuna_dsat.launch.places import guarded
-guarded._GRACE_S = 0.3
-sys.exit(guarded.main(sys.argv[1:]))
-"""
-
-
 def started(folder: Path, how: str) -> tuple[subprocess.Popen[bytes], list[int]]:
     """Return a guarded command, and the processes that it has started: itself, a child and a grandchild."""
     noted = folder / "pids"
-    words = ["-c", GUARDED, "", "-c", PARENT, str(noted), how]
+    code = "from optuna_dsat.launch.places import guarded as it; it._GRACE_S = 0.3; sys.exit(it.main(sys.argv[1:]))"
+    words = ["-c", f"import sys; {code}", "", "-c", PARENT, str(noted), how]
     process = subprocess.Popen([sys.executable, *words], cwd=ROOT, stdin=subprocess.PIPE)
     wait_until(lambda: noted.exists() and noted.read_text().endswith("\n"), what="it has started its child")
     return process, [int(word) for word in noted.read_text().split()]

@@ -263,9 +263,8 @@ def test_a_study_runs_on_two_nodes_from_a_head_without_a_core(cluster: RayCluste
     how = ("--zero-stages", "1", "--no-tune", "offload_optimizer", "--max-trials", "1", "--confirm", "0", "--quiet")
     size = ("--fix", "train_micro_batch_size_per_gpu=2", "--no-enqueue-user-config")
     steps = ("--start-profile-step", "2", "--end-profile-step", "3", "--metric", "throughput")
-    options = (*where, *how, *size, *steps)
-    command = Command(tmp_path, "guided", "train.py", "ds.json", *options, "--", "ds.json", "0.01", environ=LOOPBACK)
-    shown, _ = command.finish()
+    words = ("guided", "train.py", "ds.json", *where, *how, *size, *steps, "--", "ds.json", "0.01")
+    shown, _ = Command(tmp_path, *words, environ=LOOPBACK).finish()
     (best,) = tmp_path.rglob("best_ds_config.json")
     assert json.loads(best.read_text())["train_micro_batch_size_per_gpu"] == 2
     (trial,) = tmp_path.rglob("trial-0000")

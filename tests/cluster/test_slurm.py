@@ -228,18 +228,10 @@ def test_a_file_that_a_node_lacks_names_the_node(engine: SlurmEngine, tmp_path: 
 
 def test_an_srun_that_cannot_start_its_agent_says_why(engine: SlurmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/no/such/python")
-    monkeypatch.setattr(slurm_module, "srun_command", without_tie(srun_command))
+    monkeypatch.setattr(slurm_module, "srun_command", lambda **given: (it := srun_command(**given))[it.index("srun") :])
     place = engine.request(nodes=1, slots=0)
     until(engine, lambda: place.state is PlaceState.LOST, what="the place is lost")
     assert "/no/such/python" in place.why
-
-
-def without_tie(command: Callable[..., list[str]]) -> Callable[..., list[str]]:
-    def bare(**options: object) -> list[str]:
-        words = command(**options)
-        return words[words.index("srun") :]
-
-    return bare
 
 
 def test_a_place_of_which_a_node_starts_no_agent_is_lost(engine: SlurmEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,8 +40,6 @@ CONFIG: dict[str, Any] = {
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 1_000_000},
     "steps_per_print": 10**6,
 }
-
-
 OFFLOADS = ("offload_optimizer", "offload_param")
 
 
