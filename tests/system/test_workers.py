@@ -15,13 +15,15 @@ from tests.harness.worker import release_file
 from tests.harness.workers import StoredStudy, WorkerBench, WorkerProcess
 
 
-def test_four_workers_start_at_once_on_an_empty_database_and_share_eight_launches(bench: WorkerBench, url: str) -> None:
-    workers = [bench.driver(url, max_trials=8, poll_s=0.1) for _ in range(4)]
+def test_four_workers_start_at_once_on_an_empty_database_and_share_twelve_launches(
+    bench: WorkerBench, url: str
+) -> None:
+    workers = [bench.driver(url, max_trials=12, poll_s=0.05) for _ in range(4)]
     bench.run(workers)
     for worker in workers:
         worker.finish()
     study = StoredStudy.read(url)
-    study.check_whole(budget=8)
+    study.check_whole(budget=12)
     assert study.lost == []
     assert sorted(note.key for note in bench.launched()) == sorted(study.measured)
     assert len({note.pid for note in bench.launched()}) == 4
