@@ -80,8 +80,7 @@ class WarmRanks:
 
     def __init__(self, warm: Forking, *, of_launches: bool = False) -> None:
         self._warm = warm
-        self._of_launches = of_launches
-        """Whether ranks get the environment of the launches that are forked from the same process."""
+        self._of_launches = of_launches  # their environment is that of launches forked from the same process
         self._count = 0
 
     def begin(self, environment: Mapping[str, str]) -> None:
