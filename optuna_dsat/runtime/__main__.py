@@ -8,13 +8,14 @@ from typing import NoReturn
 
 from optuna_dsat.runtime.adapt.config import parse_command
 from optuna_dsat.runtime.process import FailedExit, exit_as_python, exit_code, run_rank, take_secrets, with_secrets
-from optuna_dsat.runtime.rank import LaunchPlan, Rank
+from optuna_dsat.runtime.rank import LaunchPlan, Rank, set_rank_variables
 from optuna_dsat.secrecy.references import resolved
 
 
 def main(argv: list[str], *, safe_path: bool, forked: bool = False) -> int:
     """Run the script as this rank; return its exit code (2 if the command or the launch description is invalid)."""
     take_secrets(os.environ)
+    set_rank_variables(os.environ)
     try:
         command = parse_command(resolved(argv))
         rank = Rank.from_environment()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,28 @@ _MOST_CONTINUED_STEPS = 100_000
 
 LAUNCH_ENV = "OPTUNA_DSAT_LAUNCH"
 """Environment variable with the path of ``launch.json``."""
+_SAME_AS = frozenset(
+    f"${name}"
+    for name in (
+        *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+        *("MASTER_ADDR", "MASTER_PORT"),
+    )
+)
+"""Values of variables, such as ``SLURM_PROCID=$RANK``, that have the value of a variable of torchrun in each rank."""
 CORES_ENV = "OPTUNA_DSAT_CORES"
 """Environment variable with the cores of each rank on this machine, a list of lists as JSON."""
+
+
+def names_rank(value: str) -> bool:
+    """Return whether the value of a variable stands for a variable of torchrun."""
+    return value in _SAME_AS
+
+
+def set_rank_variables(environ: MutableMapping[str, str]) -> None:
+    """Give variables that stand for a variable of torchrun its value in this rank."""
+    for name, value in [*environ.items()]:
+        if names_rank(value) and value[1:] in environ:
+            environ[name] = environ[value[1:]]
 
 
 @dataclass(frozen=True)

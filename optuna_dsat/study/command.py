@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from optuna_dsat.escape.shell import in_folder, program
 from optuna_dsat.launch.agent.command import allocator_settings
 from optuna_dsat.runtime.adapt.config import with_option
 from optuna_dsat.runtime.overlay import binds_cores
+from optuna_dsat.runtime.rank import names_rank
 from optuna_dsat.script.arg_mapping import map_arguments
 from optuna_dsat.script.command.source import says_where_to_meet
 from optuna_dsat.script.settings_file import SettingsCopy, find_config_key, names_file, settings_copy
@@ -89,12 +89,13 @@ def _ray_command(spec: StudySpec, *, settings: Sequence[str], words: Sequence[st
 
 def _srun_command(spec: StudySpec, *, settings: Sequence[str], words: Sequence[str]) -> str:
     nodes = spec.nodes_per_trial
+    of_ranks = [setting for setting in settings if names_rank(setting.partition("=")[2])]
+    settings = [setting for setting in settings if setting not in of_ranks]
     asked = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
     asked += [f"--gpus-per-node={spec.gpus_per_node}"] if spec.gpus_per_node else []
     prefix = shell_join(["srun", *asked, *(spec.slurm_arg or ()), *environment_words(spec, settings)])
-    torchrun = (
-        f"{shlex.quote(program('torchrun', spec.python))} --nnodes {nodes} --nproc_per_node {spec.slots_per_node}"
-    )
+    torchrun = shell_join([*(["env", *of_ranks] if of_ranks else []), program("torchrun", spec.python)])
+    torchrun += f" --nnodes {nodes} --nproc_per_node {spec.slots_per_node}"
     if nodes == 1:
         return f"{prefix} {torchrun} {shell_join(words)}"
     meeting = f"--node_rank $SLURM_PROCID --rdzv_backend static --master_addr {_MASTER} --master_port {_PORT}"
@@ -114,8 +115,9 @@ def command_to_train(
     """Return the shell command that trains with a complete config of a study, without any change of the script.
 
     It is the script's own command where that applies all of the config, which no file does for settings that change the
-    model; else ``optuna-dsat train``. ``storage`` is a URL without a password; ``same_batch`` the number of the trial
-    in ``SAME_BATCH_CONFIG``, None for ``BEST_CONFIG``, which alone has a copy of the script's settings file.
+    model, and where torchrun sets all variables of its ranks; else ``optuna-dsat train``. ``storage`` is a URL without
+    a password; ``same_batch`` the number of the trial in ``SAME_BATCH_CONFIG``, None for ``BEST_CONFIG``, which alone
+    has a copy of the script's settings file.
     """
     path = spec.study_dir / (BEST_CONFIG if same_batch is None else SAME_BATCH_CONFIG)
     command, names_config = training_command(spec, config, path, profiled=profiled, host_threads=host_threads)
@@ -123,6 +125,7 @@ def command_to_train(
     written = copy is not None and copy.sets_batch
     applies = names_config and (same_batch is None or copy is None) and not changes_model(config, spec.ds_config)
     applies = applies and (not binds_cores(config) or BIND_CORES_OPTION in command)
+    applies = applies and not any(map(names_rank, spec.script.environment.values()))
     if applies and (profiled is None or profiled.trains_by_command(spec, config, settings_written=written)):
         return command
     trial = [] if same_batch is None else ["--trial", str(same_batch)]

@@ -219,7 +219,9 @@ class TestWhatMustNotBeImported:
     def start(self, warm: Forking, tmp_path: Path, *modules: str) -> Preload:
         """Have the parent import, without torch, and return what it was left with."""
         warm.prepare(Preload(modules=modules))
-        warm._ready_server({**BASE_ENV, "PYTHONPATH": str(tmp_path), "DS_ACCELERATOR": "cpu"}, python=sys.executable)
+        as_srun = {"SLURM_PROCID": "$RANK", "SLURM_CPUS_PER_TASK": "1"}
+        environ = {**BASE_ENV, **as_srun, "PYTHONPATH": str(tmp_path), "DS_ACCELERATOR": "cpu"}
+        warm._ready_server(environ, python=sys.executable)
         return warm.preload
 
     def test_a_parent_that_is_killed_is_started_again(self, warm: Forking, tmp_path: Path) -> None:
@@ -254,11 +256,12 @@ class TestWhatMustNotBeImported:
         spoils = {
             "reads_the_rank": "import os\nRANK = os.environ.get('RANK', 0)",
             "imports_it": "import reads_the_rank",
+            "reads_the_rank_of_srun": "import os\nRANK = os.environ.get('SLURM_PROCID', 0)",
             "reads_the_rank_in_bytes": "import os\nRANK = os.environb.get(b'RANK', 0)",
             "leaves_a_thread": f"{thread.format(60)}thread.start()",
         }
         others = {
-            "reads_the_rest": "import os\nCOPY = dict(os.environ)\nHOME = os.environ.get('HOME')",
+            "reads_the_rest": "import os\nCOPY = dict(os.environ)\nTHREADS = os.environ['SLURM_CPUS_PER_TASK']",
             "joins_its_thread": f"{thread.format(0)}thread.start()\nthread.join()",
             "fails": "raise RuntimeError('not today')",
             "runs_a_program": "import subprocess\nsubprocess.run(['true'], check=True)",
@@ -285,7 +288,8 @@ def test_a_forked_launch_that_fails_is_repeated_plainly(folder: Path, tmp_path: 
     """A script that must be the first to import a module represents scripts that cannot be forked."""
     script = tmp_path / "refuses.py"
     script.write_text(
-        "import sys\nassert 'imported_before' not in sys.modules, 'I want it fresh'\n"
+        "import os, sys\nprint(os.environ['SLURM_PROCID'], file=open(f'rank{os.environ[\"RANK\"]}', 'a'))\n"
+        "assert 'imported_before' not in sys.modules, 'I want it fresh'\n"
         + (SCRIPTS / STUB).read_text().replace("from __future__ import annotations", "")
     )
     (tmp_path / "imported_before.py").write_text("")
@@ -299,8 +303,10 @@ def test_a_forked_launch_that_fails_is_repeated_plainly(folder: Path, tmp_path: 
     try:
         config = str(folder / "user_config.json")
         command = ScriptCommand(script=str(script), args=(config,), cwd=str(folder), config_path=config)
-        report, _ = run(launcher, request(folder, launch_id="refused", command=command))
+        as_srun = {"SLURM_PROCID": "$RANK"}
+        report, _ = run(launcher, request(folder, launch_id="refused", command=command, env=as_srun))
         assert report.outcome is Outcome.MEASURED, report
+        assert [(folder / f"rank{rank}").read_text().split() for rank in "01"] == [["0", "0"], ["1", "1"]]
         assert len(notices) == 1
         assert "all run plainly" in notices[0]
         assert not launcher._forking.enabled, "the next is plain at once"

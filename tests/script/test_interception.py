@@ -293,10 +293,39 @@ def test_ranks_that_other_programs_start_are_counted_and_have_no_variables_of_on
     assert _set_by_command(rank, folder=folder) == {"MODEL": "tiny"}
 
 
-def test_ranks_that_another_program_starts_on_two_nodes_are_the_launch(folder: Path) -> None:
-    (folder / "ddp.py").write_text("import torch.distributed as dist\ndist.init_process_group()\n")
-    ompi = "OMPI_COMM_WORLD_SIZE=8 OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=4"
-    (folder / "run").write_text(f'#!/bin/sh\nexport MODEL=tiny {ompi}\nshift 2\nexec "$@"\n')
+OMPI = "OMPI_COMM_WORLD_SIZE=8 OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=4"
+OF_OMPI = {
+    "OMPI_COMM_WORLD_SIZE": "$WORLD_SIZE",
+    "OMPI_COMM_WORLD_RANK": "$RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "$LOCAL_WORLD_SIZE",
+}
+SRUN = "SLURM_NTASKS=8 SLURM_PROCID=3 SLURM_JOB_ID=5 SLURM_STEP_ID=1 SLURM_NNODES=2 SLURM_NODEID=1 SLURM_NODELIST=n1"
+OF_SRUN = {
+    "SLURM_NTASKS": "$WORLD_SIZE",
+    "SLURM_PROCID": "$RANK",
+    "SLURM_NODEID": "$GROUP_RANK",
+    "SLURM_NODELIST": "$MASTER_ADDR",
+    "SLURM_JOB_ID": "$MASTER_PORT",
+}
+
+
+@pytest.mark.parametrize(
+    ("variables", "code", "read_by_script"),
+    [
+        (OMPI, "", {}),
+        (OMPI, "os.environ['SLURM_PROCID']", {}),
+        (OMPI, "os.environ.get('OMPI_COMM_WORLD_RANK', 0)", OF_OMPI),
+        (OMPI, "names = ('RANK', 'OMPI_COMM_WORLD_RANK')\n[os.getenv(name) for name in names]", OF_OMPI),
+        (OMPI, "os.environ['OMPI_COMM_WORLD_RANK'] = '0'", {}),
+        (SRUN, "os.environ['SLURM_PROCID']", {**OF_SRUN, "SLURM_NNODES": "$GROUP_WORLD_SIZE"}),
+        (f"{SRUN} SLURM_CPUS_PER_TASK=3", "import places", {"SLURM_CPUS_PER_TASK": "3"}),
+    ],
+)
+def test_ranks_that_another_program_starts_on_two_nodes_are_the_launch(
+    folder: Path, variables: str, code: str, read_by_script: dict[str, str]
+) -> None:
+    (folder / "ddp.py").write_text(f"import torch.distributed as dist, os\ndist.init_process_group()\n{code}\n")
+    (folder / "run").write_text(f'#!/bin/sh\nexport MODEL=tiny {variables}\nshift 2\nexec "$@"\n')
     (folder / "run").chmod(0o755)
     assert read(folder, "./run", "-np", "8", "python", "ddp.py", "--lr", "3") == LaunchCommand(
         script="ddp.py",
@@ -304,7 +333,7 @@ def test_ranks_that_another_program_starts_on_two_nodes_are_the_launch(folder: P
         ranks=4,
         nodes=2,
         elsewhere=("2 nodes",),
-        environment={"MODEL": "tiny"},
+        environment={"MODEL": "tiny", **read_by_script},
         is_wrapped=True,
     )
 

@@ -78,6 +78,23 @@ def test_a_settings_file_whose_keys_arguments_override_is_told_the_config(
     assert set(command.partition("train.py ")[2].split()) == set(end.split())
 
 
+def test_a_script_that_reads_its_rank_as_under_srun_is_trained_by_our_command_on_nodes_too(tmp_path: Path) -> None:
+    as_srun = {"script": spec().script.model_copy(update={"environment": {"SLURM_PROCID": "$RANK", "A": "1"}})}
+    command = command_to_train(
+        spec().model_copy(update=as_srun), {MICRO: 8}, profiled=profiled_of(), host_threads=None, storage=STORAGE
+    )
+    assert command == f"optuna-dsat train s --storage {STORAGE}"
+    nodes = spec_of(tmp_path, on="slurm", nodes_per_trial=2, slots_per_trial=4)
+    srun, inner = cluster_training_command(nodes, settings=["SLURM_PROCID=$RANK", "A=1"], words=["-m", "x"]).split(
+        " bash -c "
+    )
+    assert "A=1" in srun.split()
+    assert "SLURM" not in srun, "torchrun's node would be the last to know"
+    script = shlex.split(f"bash -c {inner}")[2]
+    assert "env 'SLURM_PROCID=$RANK' " in script
+    assert " --node_rank $SLURM_PROCID " in script
+
+
 @pytest.mark.parametrize(
     ("is_module", "rank_option", "start"),
     [

@@ -22,7 +22,7 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.agent.forked import can_fork
 from optuna_dsat.runtime.agent.preload import Preload
 from optuna_dsat.runtime.agent.processes import MARK_ENV
-from optuna_dsat.runtime.rank import LAUNCH_ENV
+from optuna_dsat.runtime.rank import LAUNCH_ENV, names_rank
 
 IMPORTING = "importing torch, DeepSpeed and what the script imports"
 """Phase shown while the first forked launch waits for imports."""
@@ -215,7 +215,7 @@ class Forking:
         if self._deaths > _RESTARTS:
             raise WarmUnavailableError(f"the process that launches are forked from was killed {self._deaths} times")
         self._environ = dict(environ)
-        hidden = _WATCHED | {LAUNCH_ENV, *self.preload.environment}
+        hidden = self._watched() | {LAUNCH_ENV, *self.preload.environment}
         variables = {name: value for name, value in environ.items() if name not in hidden}
         variables[MARK_ENV] = new_mark()  # it outlives the launch that ``environ`` belongs to
         self._server = ForkServer(variables, self._log, python=python)
@@ -245,8 +245,11 @@ class Forking:
             self._failed = f"the process that launches are forked from ended with exit code {code}; see {server.log}"
 
     def _order_preload(self, server: ForkServer) -> None:
-        server.order(do="preload", preload=self.preload.to_json(), watched=sorted(_WATCHED))
+        server.order(do="preload", preload=self.preload.to_json(), watched=sorted(self._watched()))
         self._preloads_pending += 1
+
+    def _watched(self) -> set[str]:
+        return {*_WATCHED, *(name for name, value in self._environ.items() if names_rank(value))}
 
     def fork(self, order: PreparedLaunch) -> WarmAgent:
         """Fork a launch; waits for the imports if they are not finished.

@@ -113,8 +113,31 @@ _RANKS = (
     ("RANK", "WORLD_SIZE", None),
 )
 """Variables with the index of a rank, the total number of ranks and the ranks per node."""
+_SAME_VALUES = {
+    "RANK": ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "HOROVOD_RANK", "SLURM_PROCID"),
+    "LOCAL_RANK": (
+        *("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_NODE_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
+        *("HOROVOD_LOCAL_RANK", "SLURM_LOCALID"),
+    ),
+    "WORLD_SIZE": (
+        *("OMPI_COMM_WORLD_SIZE", "OMPI_UNIVERSE_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "HOROVOD_SIZE"),
+        *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS"),
+    ),
+    "LOCAL_WORLD_SIZE": (
+        *("OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "HOROVOD_LOCAL_SIZE"),
+        "SLURM_NTASKS_PER_NODE",
+    ),
+    "GROUP_RANK": ("HOROVOD_CROSS_RANK", "SLURM_NODEID"),
+    "GROUP_WORLD_SIZE": ("HOROVOD_CROSS_SIZE", "SLURM_JOB_NUM_NODES", "SLURM_NNODES", "SLURM_STEP_NUM_NODES"),
+    "MASTER_ADDR": ("SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURM_STEP_NODELIST"),
+    "MASTER_PORT": ("SLURM_JOBID", "SLURM_JOB_ID"),
+}
+"""Variable of torchrun -> variables of mpirun, horovodrun and srun with its value. Scripts take a list of nodes for the
+address of its first, and derive a port from the number of the job: a launch has its own number."""
 _STEP = ("SLURM_STEP_ID", "SLURM_JOB_ID")
 _NODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES")
+_OF_TASKS = "SLURM_CPUS_PER_TASK"
+"""Variable that srun sets to the same value in any job."""
 _OF_IMPORTS = frozenset({"PYTORCH_NVML_BASED_CUDA_CHECK"})
 """Variables that DeepSpeed sets on import, and so any program that calls its launcher."""
 _FIELDS = "ACCELERATE_CONFIG_DS_FIELDS"
@@ -142,6 +165,8 @@ class InterceptedRank:
     ranks: int | None = None
     """Ranks on each node that another program, such as mpirun, starts; None for a single process."""
     nodes: int = 1
+    rank_variables: Mapping[str, str] = field(default_factory=dict)
+    """Variables that mpirun or srun sets for its ranks -> ``$NAME``, the variable of torchrun with the same value."""
     prepared: str = ""
     """Folder of the files that the command has prepared (``runtime.isolation.prepared``); empty for none."""
 
@@ -286,6 +311,7 @@ def intercept(
         on_notice(notice)
     of_rank = result["environment"]
     ranks, nodes = ranks_of(of_rank)
+    rank_variables = {} if ranks is None or "launcher" in result else _rank_variables(of_rank)
     if ranks is None and others:
         ranks = len(records)
         of_rank = {
@@ -307,7 +333,18 @@ def intercept(
         prepared=made_before.folder,
         ranks=ranks,
         nodes=nodes,
+        rank_variables=rank_variables,
     )
+
+
+def _rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a rank that a launch sets anew; those of the job around this process are inherited."""
+    return {
+        name: f"${same}"
+        for same, names in _SAME_VALUES.items()
+        for name in names
+        if name in environment and (is_of_rank(name) or environment[name] != os.environ.get(name))
+    }
 
 
 def _of_plugin(environment: Mapping[str, str]) -> dict[str, str]:
@@ -440,7 +477,7 @@ def _set_by_command(environment: Mapping[str, str], *, folder: Path) -> dict[str
         for name, value in result.items()
         if inherited.get(name) != value
         and name not in _OF_PROCESSES | _OF_IMPORTS
-        and not name.startswith((*_OF_WRAPPERS, "SLURM"))
+        and (name == _OF_TASKS or not name.startswith((*_OF_WRAPPERS, "SLURM")))
         and not is_of_launch(name)
         and name.isidentifier()
     }

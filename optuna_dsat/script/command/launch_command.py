@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from optuna_dsat.errors import UsageError
 from optuna_dsat.runtime.files import open_regular, shortened
@@ -35,7 +36,7 @@ from optuna_dsat.script.command.interception import (
 from optuna_dsat.script.command.interceptor import LAUNCHERS, program
 from optuna_dsat.script.command.launcher_options import facts_of
 from optuna_dsat.script.command.preparation import until_exit
-from optuna_dsat.script.command.source import module_file
+from optuna_dsat.script.command.source import mentioned, module_file
 from optuna_dsat.script.interpreter import has_console_script, interpreter_of, module_command, package_folders
 from optuna_dsat.secrecy.references import without_secrets
 
@@ -187,7 +188,10 @@ def of_rank(seen: InterceptedRank, *, cwd: Path) -> LaunchCommand:
     else:
         result = _with_ranks(result, seen.ranks, seen.nodes)
     folder = None if seen.folder.resolve() == cwd.resolve() else str(seen.folder)
-    return _with_environment(replace(result, folder=folder, prepared=seen.prepared), seen.environment)
+    where: Any = {"is_module": result.is_module, "cwd": seen.folder, "python": result.python}
+    reads = mentioned(seen.rank_variables, result.script, **where)
+    variables = {**seen.environment, **(seen.rank_variables if reads else {})}
+    return _with_environment(replace(result, folder=folder, prepared=seen.prepared), variables)
 
 
 def _with_ranks(command: LaunchCommand, ranks: int | None, nodes: int) -> LaunchCommand:

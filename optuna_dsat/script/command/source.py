@@ -112,7 +112,7 @@ def _keys(node: ast.AST) -> Sequence[ast.expr]:
         return [*node.args[:1], *(keyword.value for keyword in node.keywords if "env" in (keyword.arg or ""))]
     if isinstance(node, ast.Compare):
         return (node.left,) if isinstance(node.ops[0], (ast.In, ast.NotIn)) else ()
-    return getattr(getattr(node, "iter", None), "elts", ())  # a loop over names
+    return getattr(node, "elts", ())  # a list of names
 
 
 _SIGNATURE_PARSERS = frozenset({"transformers", "trl", "fire", "tyro", "simple_parsing", "jsonargparse", "typer"})
