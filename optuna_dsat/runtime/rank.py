@@ -18,14 +18,12 @@ _MOST_CONTINUED_STEPS = 100_000
 
 LAUNCH_ENV = "OPTUNA_DSAT_LAUNCH"
 """Environment variable with the path of ``launch.json``."""
-_SAME_AS = frozenset(
-    f"${name}"
-    for name in (
-        *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
-        *("MASTER_ADDR", "MASTER_PORT"),
-    )
-)
-"""Values of variables, such as ``SLURM_PROCID=$RANK``, that have the value of a variable of torchrun in each rank."""
+OF_JOB = frozenset({"$MASTER_ADDR", "$MASTER_PORT"})
+_SAME_AS = OF_JOB | {
+    *("$RANK", "$LOCAL_RANK", "$WORLD_SIZE", "$LOCAL_WORLD_SIZE", "$GROUP_RANK", "$GROUP_WORLD_SIZE"),
+}
+"""Values of variables, such as ``SLURM_PROCID=$RANK``, that have the value of a variable of torchrun in each rank. A
+value in ``OF_JOB`` is for a launch outside of a job, which has its own."""
 CORES_ENV = "OPTUNA_DSAT_CORES"
 """Environment variable with the cores of each rank on this machine, a list of lists as JSON."""
 

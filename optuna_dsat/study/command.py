@@ -13,7 +13,7 @@ from optuna_dsat.escape.shell import in_folder, program
 from optuna_dsat.launch.agent.command import allocator_settings
 from optuna_dsat.runtime.adapt.config import with_option
 from optuna_dsat.runtime.overlay import binds_cores
-from optuna_dsat.runtime.rank import names_rank
+from optuna_dsat.runtime.rank import OF_JOB, names_rank
 from optuna_dsat.script.arg_mapping import map_arguments
 from optuna_dsat.script.command.source import says_where_to_meet
 from optuna_dsat.script.settings_file import SettingsCopy, find_config_key, names_file, settings_copy
@@ -91,6 +91,7 @@ def _srun_command(spec: StudySpec, *, settings: Sequence[str], words: Sequence[s
     nodes = spec.nodes_per_trial
     of_ranks = [setting for setting in settings if names_rank(setting.partition("=")[2])]
     settings = [setting for setting in settings if setting not in of_ranks]
+    of_ranks = [setting for setting in of_ranks if setting.partition("=")[2] not in OF_JOB]
     asked = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
     asked += [f"--gpus-per-node={spec.gpus_per_node}"] if spec.gpus_per_node else []
     prefix = shell_join(["srun", *asked, *(spec.slurm_arg or ()), *environment_words(spec, settings)])
@@ -125,7 +126,8 @@ def command_to_train(
     written = copy is not None and copy.sets_batch
     applies = names_config and (same_batch is None or copy is None) and not changes_model(config, spec.ds_config)
     applies = applies and (not binds_cores(config) or BIND_CORES_OPTION in command)
-    applies = applies and not any(map(names_rank, spec.script.environment.values()))
+    variables = {**spec.script.environment, **({} if profiled is None else profiled.environment)}
+    applies = applies and not any(map(names_rank, variables.values()))
     if applies and (profiled is None or profiled.trains_by_command(spec, config, settings_written=written)):
         return command
     trial = [] if same_batch is None else ["--trial", str(same_batch)]

@@ -15,9 +15,10 @@ from optuna_dsat.launch.agent.command import launch_environment, prepare_launch,
 from optuna_dsat.launch.machine.devices import Device, cpu_devices
 from optuna_dsat.launch.machine.slots import SlotPool
 from optuna_dsat.launch.protocol import LaunchRequest, ScriptCommand
-from optuna_dsat.launch.run_directory import RunDirectory
+from optuna_dsat.launch.run_directory import RANK_VARIABLES, RunDirectory
 from optuna_dsat.runtime.overlay import BIND_CORES, MODEL
-from optuna_dsat.runtime.rank import CORES_ENV
+from optuna_dsat.runtime.rank import CORES_ENV, names_rank, set_rank_variables
+from optuna_dsat.script.command.interception import OF_LAUNCHERS
 from optuna_dsat.script.interpreter import with_package
 from tests.harness.launches import request
 
@@ -73,14 +74,21 @@ def test_the_agent_gets_the_arguments_of_torchrun(tmp_path: Path) -> None:
     assert tuple(agent[6:]) == torchrun_command(asked, directory=directory)[3:]
 
 
-def environment(base: dict[str, str], *, kind: str = "cpu", purpose: str = "trial", **options: Any) -> dict[str, str]:
+def environment(
+    base: dict[str, str],
+    *,
+    kind: str = "cpu",
+    purpose: str = "trial",
+    env: dict[str, str] = {"MINE": "1"},  # noqa: B006 - read only
+    **options: Any,
+) -> dict[str, str]:
     devices = GPUS if kind == "cuda" else cpu_devices(2).devices
     launch = request(Path("/project"))
     launch = replace(launch, command=replace(launch.command, python="/venv/bin/python"))
     with patch("optuna_dsat.launch.agent.command.usable_cores", return_value=16):
         return launch_environment(
             base,
-            request=replace(launch, purpose=purpose, env={"MINE": "1"}),
+            request=replace(launch, purpose=purpose, env=env),
             directory=RunDirectory(Path("/out/trial-0000")),
             devices=devices,
             kind=kind,
@@ -118,6 +126,17 @@ def test_the_environment_is_the_golden_one(kind: str) -> None:
 )
 def test_what_belongs_to_another_job_or_to_the_tuner_is_not_inherited(name: str) -> None:
     assert name not in environment({name: "1"})
+
+
+def test_ranks_get_the_variables_of_another_launcher_and_those_of_a_job_only_outside_of_one() -> None:
+    given = {"SLURM_PROCID": "$RANK", "SLURM_JOB_ID": "$MASTER_PORT"}
+    assert environment({"SLURM_PROCID": "0"}, env=given).items() >= given.items()
+    assert environment({"SLURM_JOB_ID": "7"}, env=given).items() >= {**given, "SLURM_JOB_ID": "7"}.items()
+    environ = {**given, "RANK": "3", "MASTER_PORT": "4711", "SLURM_NODEID": "$GROUP_RANK"}
+    set_rank_variables(environ)
+    assert (environ["SLURM_PROCID"], environ["SLURM_JOB_ID"], environ["SLURM_NODEID"]) == ("3", "4711", "$GROUP_RANK")
+    assert set(OF_LAUNCHERS.values()) <= {f"${name}" for name in RANK_VARIABLES}
+    assert all(map(names_rank, OF_LAUNCHERS.values()))
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])

@@ -140,6 +140,19 @@ def test_a_launch_in_another_environment_is_left_to_plain_torchrun(
     )
 
 
+def test_variables_of_another_launcher_that_launches_get_later_are_unknown_to_imports(
+    launches: Forking, tmp_path: Path
+) -> None:
+    before = launches._server
+    agent = launches.fork(order(tmp_path, SLURM_PROCID="$RANK"))
+    wait_until(lambda: agent.poll() is not None, what="it ends without a description of its launch")
+    after = launches._server
+    assert before is not after is not None
+    assert b"SLURM_PROCID" not in Path(f"/proc/{after.process.pid}/environ").read_bytes()
+    launches.fork(order(tmp_path, SLURM_PROCID="$RANK"))
+    assert launches._server is after
+
+
 def test_one_that_leaves_an_order_unanswered_is_ended(
     launches: Forking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

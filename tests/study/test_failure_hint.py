@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,15 +11,22 @@ import pytest
 from optuna.distributions import CategoricalDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
+from optuna_dsat.errors import ScriptFailedError
 from optuna_dsat.launch.classify import NO_ENGINE
+from optuna_dsat.launch.follow import follow
 from optuna_dsat.launch.measurement import LaunchRecord
+from optuna_dsat.launch.protocol import LaunchRequest
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.end_reason import describe_structure_failures
+from optuna_dsat.study.profile import profile
 from optuna_dsat.study.profile.failure_hint import failure_hint
+from optuna_dsat.study.profile.profiled import Profiled
+from optuna_dsat.study.stored import read_stored
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.lineage import MICRO_BATCH, ZERO_STAGE
 from tests.harness.events import step_of
-from tests.harness.studies import spec_of
+from tests.harness.landscapes import Hill
+from tests.harness.studies import StudyBench, spec_of
 
 AUTO = {"zero_optimization": {"reduce_bucket_size": "auto", "zenflow": {"select_interval": "auto"}}}
 QUANTIZED = {"optimizer": {"type": "AdamW"}, "zero_optimization": {"zero_quantized_weights": True}}
@@ -189,3 +197,39 @@ def test_a_script_that_reads_its_rank_where_another_launcher_sets_it_is_told_wha
     hint = failure_hint(spec_of(Path("/x")), report, LaunchRecord(world_size=2, start_profile_step=1))
     assert hint.startswith(f". {variable} is set by another launcher")
     assert "have RANK" in hint
+    assert f"--env '{variable}=$RANK'" in hint
+    spec = spec_of(Path("/x"))
+    given = spec.model_copy(update={"script": spec.script.model_copy(update={"environment": {variable: "$RANK"}})})
+    assert failure_hint(given, report, LaunchRecord(world_size=2, start_profile_step=1)) == "", "it has it already"
+
+
+@pytest.mark.parametrize("train_launcher", [None, "torchrun"])
+def test_a_script_gets_the_variables_of_another_launcher_that_it_lacks_unless_its_command_has_torchrun(
+    bench: StudyBench, monkeypatch: pytest.MonkeyPatch, train_launcher: str | None
+) -> None:
+    seen: list[LaunchRequest] = []
+
+    def lacking(launcher: Any, request: LaunchRequest, *arguments: Any, **options: Any) -> Any:
+        record, report = follow(launcher, request, *arguments, **options)
+        seen.append(request)
+        if "SLURM_PROCID" in request.env:
+            return record, report
+        return record, replace(report, outcome=Outcome.SCRIPT_ERROR, message="rank 0: KeyError: 'SLURM_PROCID'")
+
+    monkeypatch.setattr(profile, "follow", lacking)
+    spec = bench.spec(max_trials=1, confirm=0, train_launcher=train_launcher)
+    if train_launcher is not None:
+        with pytest.raises(ScriptFailedError, match="SLURM_PROCID is set by another launcher"):
+            bench.run(spec, Hill())
+        return
+    result = bench.run(spec, Hill())
+    assert len(seen) == 2
+    stored = read_stored(bench.store, "s").profiled
+    assert stored is not None
+    variables = Profiled.from_json(stored.to_json()).followed_by(spec).script.environment
+    assert variables == seen[1].env
+    assert variables.items() >= {"SLURM_PROCID": "$RANK", "SLURM_NTASKS": "$WORLD_SIZE"}.items()
+    assert "OMPI_COMM_WORLD_RANK" not in variables
+    assert "optuna-dsat train s" in result.command
+    with pytest.raises(ValueError, match="SLURM_PROCID"):
+        Profiled.from_json({**stored.to_json(), "environment": {"SLURM_PROCID": "/elsewhere"}})

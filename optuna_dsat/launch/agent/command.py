@@ -24,7 +24,7 @@ from optuna_dsat.runtime.imports import ALLOCATOR
 from optuna_dsat.runtime.isolation.world import WorldPlan
 from optuna_dsat.runtime.measure.memory import usable_cores
 from optuna_dsat.runtime.overlay import binds_cores, without_model
-from optuna_dsat.runtime.rank import CORES_ENV, LAUNCH_ENV, MANUAL_INIT_ENV, LaunchPlan
+from optuna_dsat.runtime.rank import CORES_ENV, LAUNCH_ENV, MANUAL_INIT_ENV, OF_JOB, LaunchPlan
 from optuna_dsat.script.arg_mapping import map_arguments
 from optuna_dsat.script.command.interception import is_of_rank
 from optuna_dsat.script.interpreter import with_package
@@ -139,7 +139,9 @@ def launch_environment(
         environ |= {name: value for name, value in _QUIET_TRACKERS.items() if environ.get(name) != "disabled"}
         environ |= {name: place(directory.trackers_dir) for name, place in _TRACKER_PLACES.items()}
         environ.setdefault("PYTHONBREAKPOINT", "0")  # nobody is at a trial's debugger, which would end the script
-    environ = {**_network(rendezvous), **environ, **resolved(request.env, base)}
+    given = resolved(request.env, base)
+    environ = {**given, **_network(rendezvous), **environ}
+    environ |= {name: value for name, value in given.items() if value not in OF_JOB}
     environ.update(values_for([request.command.args, request.ds_config, request.overlay], base))
     environ = device_environment(environ, kind=kind, python=request.command.interpreter)
     if kind == "cuda":

@@ -52,6 +52,10 @@ _WATCHED = RANK_VARIABLES | TRACKER_FOLDERS
 its whole environment does not count as a reader."""
 
 
+def _of_ranks(environ: Mapping[str, str]) -> frozenset[str]:
+    return frozenset(name for name, value in environ.items() if names_rank(value))
+
+
 class Forking:
     """Forks launches as long as that works."""
 
@@ -248,8 +252,8 @@ class Forking:
         server.order(do="preload", preload=self.preload.to_json(), watched=sorted(self._watched()))
         self._preloads_pending += 1
 
-    def _watched(self) -> set[str]:
-        return {*_WATCHED, *(name for name, value in self._environ.items() if names_rank(value))}
+    def _watched(self) -> frozenset[str]:
+        return _WATCHED | _of_ranks(self._environ)
 
     def fork(self, order: PreparedLaunch) -> WarmAgent:
         """Fork a launch; waits for the imports if they are not finished.
@@ -258,6 +262,8 @@ class Forking:
             WarmUnavailableError: If it cannot be forked.
         """
         while True:
+            if self._server is not None and _of_ranks(order.environ) - self._environ.keys():
+                self._retire()  # it may have read variables of other launchers, which launches have from here on
             self._begin(order.environ, python=order.python)
             self._check_environment(order.environ)
             server = self._ready_server(order.environ, python=order.python)

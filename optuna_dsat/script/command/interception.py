@@ -117,15 +117,15 @@ _SAME_VALUES = {
     "RANK": ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "HOROVOD_RANK", "SLURM_PROCID"),
     "LOCAL_RANK": (
         *("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_NODE_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
-        *("HOROVOD_LOCAL_RANK", "SLURM_LOCALID"),
+        *("HOROVOD_LOCAL_RANK", "PMI_LOCAL_RANK", "SLURM_LOCALID"),
     ),
     "WORLD_SIZE": (
         *("OMPI_COMM_WORLD_SIZE", "OMPI_UNIVERSE_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "HOROVOD_SIZE"),
-        *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS"),
+        *("SLURM_NTASKS", "SLURM_NPROCS"),
     ),
     "LOCAL_WORLD_SIZE": (
         *("OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "HOROVOD_LOCAL_SIZE"),
-        "SLURM_NTASKS_PER_NODE",
+        *("PMI_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"),
     ),
     "GROUP_RANK": ("HOROVOD_CROSS_RANK", "SLURM_NODEID"),
     "GROUP_WORLD_SIZE": ("HOROVOD_CROSS_SIZE", "SLURM_JOB_NUM_NODES", "SLURM_NNODES", "SLURM_STEP_NUM_NODES"),
@@ -134,6 +134,8 @@ _SAME_VALUES = {
 }
 """Variable of torchrun -> variables of mpirun, horovodrun and srun with its value. Scripts take a list of nodes for the
 address of its first, and derive a port from the number of the job: a launch has its own number."""
+OF_LAUNCHERS = {name: f"${same}" for same, names in _SAME_VALUES.items() for name in names}
+"""Variables that mpirun, horovodrun or srun sets for its ranks -> ``$NAME``, with the value of torchrun's variable."""
 _STEP = ("SLURM_STEP_ID", "SLURM_JOB_ID")
 _NODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES")
 _OF_TASKS = "SLURM_CPUS_PER_TASK"
@@ -166,7 +168,7 @@ class InterceptedRank:
     """Ranks on each node that another program, such as mpirun, starts; None for a single process."""
     nodes: int = 1
     rank_variables: Mapping[str, str] = field(default_factory=dict)
-    """Variables that mpirun or srun sets for its ranks -> ``$NAME``, the variable of torchrun with the same value."""
+    """The part of ``OF_LAUNCHERS`` that mpirun or srun has set for it; empty where another program starts the ranks."""
     prepared: str = ""
     """Folder of the files that the command has prepared (``runtime.isolation.prepared``); empty for none."""
 
@@ -311,7 +313,8 @@ def intercept(
         on_notice(notice)
     of_rank = result["environment"]
     ranks, nodes = ranks_of(of_rank)
-    rank_variables = {} if ranks is None or "launcher" in result else _rank_variables(of_rank)
+    by_other = ranks is not None and "launcher" not in result
+    rank_variables = {name: same for name, same in OF_LAUNCHERS.items() if by_other and name in of_rank}
     if ranks is None and others:
         ranks = len(records)
         of_rank = {
@@ -335,16 +338,6 @@ def intercept(
         nodes=nodes,
         rank_variables=rank_variables,
     )
-
-
-def _rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a rank that a launch sets anew; those of the job around this process are inherited."""
-    return {
-        name: f"${same}"
-        for same, names in _SAME_VALUES.items()
-        for name in names
-        if name in environment and (is_of_rank(name) or environment[name] != os.environ.get(name))
-    }
 
 
 def _of_plugin(environment: Mapping[str, str]) -> dict[str, str]:

@@ -13,13 +13,11 @@ from optuna_dsat.launch.classify import MISMATCH, NO_ENGINE
 from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.protocol import LaunchReport
 from optuna_dsat.outcome import Outcome
+from optuna_dsat.script.command.interception import OF_LAUNCHERS
 from optuna_dsat.study.profile.script import hint_to_train
 from optuna_dsat.study.spec import StudySpec
 
-_OTHER_LAUNCHERS = re.compile(
-    r"\b(SLURM_(?:PROCID|LOCALID|NTASKS|NPROCS|NODEID)|(?:OMPI|MV2)_COMM_WORLD_[A-Z_]+|PMIX?_(?:LOCAL_)?(?:RANK|SIZE))\b"
-)
-"""Variables in which srun and mpirun set the rank."""
+_OTHER_LAUNCHERS = re.compile(rf"\b({'|'.join(OF_LAUNCHERS)})\b")
 _OF_STRINGS = re.compile(r"""['"]auto['"]|TypeError.*'str'""")
 """Matches errors that "auto" in a config causes where nobody fills it in."""
 _UNEXPECTED = re.compile(r"got an unexpected keyword argument '(\w+)'")
@@ -50,11 +48,11 @@ def failure_hint(spec: StudySpec, report: LaunchReport, record: LaunchRecord) ->
         )
     if report.message.endswith(NO_ENGINE):
         return hint_to_train(spec)
-    missing = _OTHER_LAUNCHERS.search(f"{report.message}\n{report.error_excerpt}")
-    if missing is not None and report.outcome is Outcome.SCRIPT_ERROR:
+    if missing := missing_variables(spec, report):
+        name, same = next(iter(missing.items()))
         return (
-            f". {missing[1]} is set by another launcher: ranks are started as by torchrun and have RANK, LOCAL_RANK "
-            "and WORLD_SIZE. Let the script read these where they are set"
+            f". {name} is set by another launcher: ranks are started as by torchrun and have RANK, LOCAL_RANK and "
+            f"WORLD_SIZE. Give the script {name} by --env '{name}={same}', or let it read these where they are set"
         )
     if "EOF when reading a line" in report.message:
         return (
@@ -64,6 +62,16 @@ def failure_hint(spec: StudySpec, report: LaunchReport, record: LaunchRecord) ->
     passed = {key: values[0] for key, values in record.config_differences.items() if values[0] is not None}
     config = {**ds_config.flatten(spec.ds_config), **passed}
     return _of_values(report.message, config) or _of_auto(report.message, config, record)
+
+
+def missing_variables(spec: StudySpec, report: LaunchReport) -> dict[str, str]:
+    """Return the variables of another launcher for want of which a script failed, first that in its error."""
+    match = _OTHER_LAUNCHERS.search(f"{report.message}\n{report.error_excerpt}")
+    if match is None or report.outcome is not Outcome.SCRIPT_ERROR or match[1] in spec.script.environment:
+        return {}
+    prefix = match[1].partition("_")[0]
+    alike = {name: same for name, same in OF_LAUNCHERS.items() if name.startswith(prefix)}
+    return {match[1]: alike.pop(match[1]), **alike}
 
 
 def _of_values(message: str, config: Mapping[str, Any]) -> str:

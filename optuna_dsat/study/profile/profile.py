@@ -26,6 +26,7 @@ from optuna_dsat.launch.protocol import Launcher, LaunchReport, LaunchRequest
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.agent.preload import Preload
 from optuna_dsat.runtime.events import Event
+from optuna_dsat.runtime.rank import names_rank
 from optuna_dsat.script.arg_mapping import STAGE
 from optuna_dsat.script.batch_rule import BatchRule, global_batch_option, loads_all, samples_per_rank
 from optuna_dsat.script.trainer import ScriptTrainer
@@ -36,7 +37,7 @@ from optuna_dsat.study.profile.batch_search import (
     find_stage_option,
     find_trainer,
 )
-from optuna_dsat.study.profile.failure_hint import OF_SCALARS, failure_hint
+from optuna_dsat.study.profile.failure_hint import OF_SCALARS, failure_hint, missing_variables
 from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.study.profile.script import follow_script, user_config
 from optuna_dsat.study.requests import launch_request
@@ -156,7 +157,7 @@ def measure_profile(
         on_report(report, record)
         return record, report
 
-    def launch_attempt(attempt: ProfileAttempt, number: int) -> _Launched:
+    def launch_attempt(spec: StudySpec, attempt: ProfileAttempt, number: int) -> _Launched:
         on_attempt(attempt)
         request = _request(spec, attempt, number=number)
         record, report = launch(request, on_event)
@@ -188,7 +189,7 @@ class _Attempts:
     """
 
     def __init__(
-        self, spec: StudySpec, launch_attempt: Callable[[ProfileAttempt, int], _Launched], *, prove: Launch
+        self, spec: StudySpec, launch_attempt: Callable[[StudySpec, ProfileAttempt, int], _Launched], *, prove: Launch
     ) -> None:
         self._spec = spec
         self._launch_attempt = launch_attempt
@@ -228,7 +229,8 @@ class _Attempts:
                 missing = "" if report.missing_bytes is None else f", short of {report.missing_bytes / 2**20:.0f} MiB"
                 tried.append(f"{attempt.words} ({outcome_in_words(report.outcome)}{missing})")
             else:
-                self._take_users_sizes(launched)
+                if not self._give_variables(report):
+                    self._take_users_sizes(launched)
                 waiting.appendleft(planned)
         more = "" if 3 in self._spec.stages else "allow ZeRO 3 with --zero-stages, "
         raise NothingRunnableError(
@@ -238,13 +240,21 @@ class _Attempts:
 
     def _launch(self, attempt: ProfileAttempt) -> _Launched:
         self._launches += 1
-        return self._launch_attempt(attempt, self._launches - 1)
+        return self._launch_attempt(self._spec, attempt, self._launches - 1)
 
     def _is_refused(self, structure: Structure | None) -> bool:
         """Whether DeepSpeed is known to refuse a structure."""
         if structure is None:
             return False
         return (self._pipeline and structure.stage > 1) or (self._only_zero_3 and structure.stage < 3)
+
+    def _give_variables(self, report: LaunchReport) -> bool:
+        """Give the next attempts variables of another launcher that a script needs; not to one of torchrun's own."""
+        missing = {} if self._spec.train_launcher is not None else missing_variables(self._spec, report)
+        script = self._spec.script
+        script = script.model_copy(update={"environment": {**missing, **script.environment}})
+        self._spec = self._spec.model_copy(update={"script": script})
+        return bool(missing)
 
     def _take_users_sizes(self, launched: _Launched) -> None:
         """Have the next attempts at the user's batch sizes; raise if these cannot explain why a launch failed."""
@@ -306,6 +316,10 @@ class _Attempts:
         needs_steps = passes == user.gradient_accumulation_steps > 1
         return replace(
             profiled,
+            environment={
+                **record.environment,
+                **{name: value for name, value in spec.script.environment.items() if names_rank(value)},
+            },
             option_defaults=_mapped_defaults(spec, record),
             stage_choices={} if record.batch_sources is None else record.batch_sources.choices,
             start_s=record.outside_steps_s(launched.report.held_s),
@@ -408,7 +422,6 @@ def _profiled(
         config_differences=engine.config_differences,
         config_option=engine.config_option,
         config_in_code=engine.config_in_code,
-        environment=record.environment,
         checkpoint=record.checkpoint,
         preload=Preload() if record.imported is None else Preload.learned(record.imported),
     )

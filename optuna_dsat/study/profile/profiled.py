@@ -17,6 +17,7 @@ from optuna_dsat.runtime.agent.preload import Preload
 from optuna_dsat.runtime.overlay import CHECKPOINT_EVERY, MODEL, is_bf16
 from optuna_dsat.script.arg_mapping import STAGE
 from optuna_dsat.script.batch_rule import BatchRule
+from optuna_dsat.script.command.interception import OF_LAUNCHERS
 from optuna_dsat.script.trainer import ScriptTrainer
 from optuna_dsat.study.profile.script import follow_script
 from optuna_dsat.study.spec import StudySpec
@@ -261,7 +262,11 @@ class Profiled(Record):
             for name in (*result.preload.modules, *result.preload.left_out)
             if not name.isprintable() or "/" in name or name.startswith(".")
         ]
-        strange += [name for name in result.environment if not name.startswith(_LEARNED_VARIABLES)]
+        strange += [
+            name
+            for name, value in result.environment.items()
+            if not name.startswith(_LEARNED_VARIABLES) and OF_LAUNCHERS.get(name) != value
+        ]
         if strange:
             raise ValueError(f"no launch learns {repr(strange[0])[:60]}")
         return result
