@@ -18,6 +18,7 @@ from operator import index
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.adapt.accelerate import how_to_train_with_deepspeed, join_ranks
@@ -48,7 +49,7 @@ from optuna_dsat.runtime.measure.engine import (
     is_pipeline,
 )
 from optuna_dsat.runtime.measure.inputs import sample_counter
-from optuna_dsat.runtime.measure.live import NotLiveError, change_settings
+from optuna_dsat.runtime.measure.live import NotLiveError, change_all
 from optuna_dsat.runtime.measure.memory import (
     CpuMemory,
     CudaMemory,
@@ -92,6 +93,7 @@ class DeepSpeedHook:
         self._deepspeed: Any = None
         self._memory: CpuMemory | CudaMemory | None = None
         self._engine: Any = None
+        self._engines: WeakKeyDictionary[Any, None] = WeakKeyDictionary()  # all that the script still has
         self._changed_model = False
         self._meter: Meter | None = None
         self._config = TrialConfig(plan, world_size=rank.world_size)
@@ -136,8 +138,7 @@ class DeepSpeedHook:
         if self._plan.trackers_dir:
             folder = Path(self._plan.trackers_dir) / "tensorboard"
             redirect = partial(redirect_tensorboard, folder=folder)
-            watched["torch.utils.tensorboard.writer"] = redirect
-            watched["tensorboardX.writer"] = redirect
+            watched["torch.utils.tensorboard.writer"] = watched["tensorboardX.writer"] = redirect
             watched["accelerate.tracking"] = partial(redirect_accelerates_tensorboard, folder=folder)
         ImportWatch(watched).install()
 
@@ -212,8 +213,7 @@ class DeepSpeedHook:
         limit = self._plan.device_memory_bytes
         if self._plan.measures or limit is not None:
             import_dependencies_of_initialize(self._plan.overlay)
-        memory = CpuMemory()
-        self._memory = memory
+        self._memory = memory = CpuMemory()
         if limit is not None:
             if self._rank.can_compile:
                 compile_without_limit()
@@ -398,6 +398,7 @@ class DeepSpeedHook:
         if self._memory is None:
             raise RuntimeError("An engine built before DeepSpeed's import has ended cannot be measured.")
         self._engine = engine
+        self._engines[engine] = None
         self._memory.engine_ready()
         self._writer.write(self._engine_ready(engine, differences))
         clock = Clock() if self._state.device == "cpu" else DeviceClock(self._accelerator)
@@ -438,10 +439,9 @@ class DeepSpeedHook:
         """
         if self._meter is None or self._memory is None:
             raise NotLiveError("no engine is measured")
-        accumulation = self._config.accumulation
-        self._plan = plan
+        self._plan, accumulation = plan, self._config.accumulation
         self._config.take_on(plan)
-        change_settings(self._engine, plan.changes)
+        change_all(self._engines, plan.changes)
         self._state.restart()
         self._memory.restart()
         self._writer.write(self._engine_ready(self._engine, self._differences))
@@ -456,16 +456,17 @@ class DeepSpeedHook:
     def _watch_engine(self, engine: Any, span: list[float], differences: Mapping[str, list[Any]]) -> None:
         """Measure a further engine instead of the current engine if ``OtherEngine`` finds that it trains."""
         state = self._state
+        self._engines[engine] = None
 
         def take_over() -> None:
             if self._meter is not None:
                 self._meter.detach()
-            if not state.steps + state.skipped:
+            if not state.updates:
                 state.fed, state.fed_size, state.fed_from = 0, 0, ()
             self._spans["initialize"] = span
             self._measure_engine(engine, differences)
 
-        OtherEngine(engine, measured=lambda: state.steps + state.skipped, takes_over=take_over)
+        OtherEngine(engine, measured=lambda: state.updates, takes_over=take_over)
 
     def _write_step(self, event: Event) -> None:
         if self._rank.rank == 0 and self._state.has_measured(self._plan.end_profile_step):

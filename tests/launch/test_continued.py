@@ -145,6 +145,22 @@ def test_accumulation_follows_where_the_engine_counts_and_ranks_leave_when_nothi
     assert launcher.free_slots == 2
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_engines_that_train_in_turns_all_follow_and_the_first_stays_measured(
+    run: Run, launcher: TorchrunLauncher, stage: int
+) -> None:
+    """Steps in transition have the earlier size: the other engine seemed to train alone, and kept its settings."""
+    zero = {"stage": stage, "reduce_bucket_size": 1000}
+    first, _ = run("first", "--critic", config={"zero_optimization": zero})
+    config = {"gradient_accumulation_steps": 2, "zero_optimization": {**zero, "reduce_bucket_size": 2000}}
+    report, steps = run("second", "--critic", size=8, config=config)
+    assert (report.outcome, report.root) == (Outcome.MEASURED, first.launch_id), report.error_excerpt
+    assert (sizes(steps), {step.samples for step in steps}) == ({8}, {16})
+    record = launcher.run_directory(report.launch_id)
+    assert record.events(0).read_text().count('"engine_ready"') == 1
+    assert record.stdout(0).read_text().count("passes of the critic: 2") >= 2
+
+
 def test_accumulation_follows_where_accelerate_counts(run: Run) -> None:
     """Each study launched one trial afresh, and then all of another accumulation."""
     pytest.importorskip("accelerate")

@@ -46,6 +46,25 @@ def train_with_accelerate(model: torch.nn.Module, config: str, passes: int) -> N
                 optimizer.step()
 
 
+def train_in_turns(actor: deepspeed.DeepSpeedEngine, config: str, size: int) -> None:
+    """Print the passes of each step of the other engine; inputs of a loader's workers follow another size late."""
+    model = torch.nn.Linear(16, 1)
+    critic, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    reference, *_ = deepspeed.initialize(model=torch.nn.Linear(16, 1), config={"train_micro_batch_size_per_gpu": 1})
+    loader, passes = DataLoader(TensorDataset(torch.randn(64, 16)), batch_size=size, num_workers=2), 0
+    for _ in range(100):
+        for (inputs,) in loader:
+            for engine in (actor, critic):
+                with torch.no_grad():
+                    reference(inputs)
+                engine.backward(engine(inputs).square().mean())
+                engine.step()
+            passes += 1
+            if critic.micro_steps % critic.gradient_accumulation_steps() == 0:
+                print(f"passes of the critic: {passes}", flush=True)
+                passes = 0
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("config")
@@ -56,6 +75,7 @@ def main() -> None:
     parser.add_argument("--out-of-memory-size", type=int, default=0)
     parser.add_argument("--touch", default="", help="have a subprocess make this file")
     parser.add_argument("--accelerate", type=int, default=0, help="train with accelerate, with these passes in a step")
+    parser.add_argument("--critic", action="store_true", help="train another model in turns, and have a frozen one")
     args = parser.parse_args()
     if args.touch:
         subprocess.run(["touch", args.touch], check=True)
@@ -64,6 +84,8 @@ def main() -> None:
         train_with_accelerate(model, args.config, args.accelerate)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=args.config)
     size = engine.train_micro_batch_size_per_gpu()
+    if args.critic:
+        train_in_turns(engine, args.config, size)
     samples = Stream() if args.data == "stream" else TensorDataset(torch.randn(64, 16))
     loader = DataLoader(samples, batch_size=size, num_workers=args.workers)
     if args.data == "batches":

@@ -182,6 +182,11 @@ class Clock:
         """Return the host's monotonic time in seconds."""
         return perf_counter()
 
+    def completed(self) -> float:
+        """Return the time at which the device has completed all queued work."""
+        self.synchronize()
+        return self.now()
+
     def mark(self) -> Any:
         """Return a timestamp in the device's work queue, without waiting for the device."""
         return perf_counter()

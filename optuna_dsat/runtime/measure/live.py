@@ -9,6 +9,7 @@ Ranks that have measured their trial wait for an order: to go on with another in
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from fractions import Fraction
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from optuna_dsat.runtime.files import write_text_atomic
 from optuna_dsat.runtime.measure.blocks import compiled_by_script
@@ -33,6 +35,14 @@ class NotLiveError(RuntimeError):
     """A running engine, or the script around it, cannot take on a setting."""
 
 
+def change_all(engines: WeakKeyDictionary[Any, None], changes: Mapping[str, Any]) -> None:
+    """Change settings of all engines that the script still has: a fresh launch's overlay applies to all, too."""
+    if len(engines) > 1:
+        gc.collect()  # on each rank the same engines remain, some of whose setters communicate
+    for engine in [*engines]:
+        change_settings(engine, changes)
+
+
 def change_settings(engine: Any, changes: Mapping[str, Any]) -> None:
     """Change settings of an engine, as returned by ``optuna_dsat.config.differences.live_changes``.
 
@@ -45,11 +55,17 @@ def change_settings(engine: Any, changes: Mapping[str, Any]) -> None:
     if {MICRO_BATCH, GRADIENT_ACCUMULATION} & changes.keys():
         _change_batch(engine, changes.get(MICRO_BATCH), changes.get(GRADIENT_ACCUMULATION))
     for key, value in changes.items():
-        if key.startswith(_ZERO):
+        if key.startswith(_ZERO) and _has(engine.optimizer, key):
             knob = key[len(_ZERO) :]
             SETTERS[knob](engine.optimizer, value)
             if knob.startswith("stage3_"):
                 _forget_released_parameters(engine.optimizer)
+
+
+def _has(optimizer: Any, key: str) -> bool:
+    """Return whether a setting concerns an engine: one without an optimizer only gathers parameters, at ZeRO 3."""
+    gathers = hasattr(optimizer, "get_param_coordinator")  # DeepSpeedZeRoOffload
+    return key.startswith(f"{_ZERO}stage3_") if gathers else optimizer is not None
 
 
 def forget_shapes(engine: Any) -> None:
@@ -101,8 +117,12 @@ def _of_coordinator(name: str) -> Callable[[Any, Any], None]:
     return lambda optimizer, value: _set(_coordinator(optimizer), f"{_COORDINATOR}{name}", value)
 
 
+def _offload(optimizer: Any) -> Any:
+    return getattr(optimizer, "parameter_offload", optimizer)
+
+
 def _coordinator(optimizer: Any) -> Any:
-    get = optimizer.parameter_offload.get_param_coordinator
+    get = _offload(optimizer).get_param_coordinator
     try:
         return get()
     except TypeError:  # DeepSpeed 0.14
@@ -165,7 +185,7 @@ def _make_buckets(optimizer: Any) -> None:
 
 def _set_persistence(optimizer: Any, value: int) -> None:
     """Choose the parameters that stay gathered anew: ``DeepSpeedZeRoOffload.mark_persistent_parameters``."""
-    offload = optimizer.parameter_offload
+    offload = _offload(optimizer)
     _coordinator(optimizer).release_and_reset_all(offload.module)
     for parameter in offload.module.parameters():
         if parameter.ds_persist and parameter.ds_status.name == "AVAILABLE":

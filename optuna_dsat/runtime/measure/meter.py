@@ -48,6 +48,8 @@ class RankState:
     """Global steps completed, without steps that the loss scaler skipped."""
     skipped: int = 0
     """Global steps that the loss scaler skipped."""
+    updates: int = 0
+    """Steps of the measured engines in all trials of the launch, and between them."""
     allocation_failures: int = 0
     """Out-of-memory errors of the current trial, which the script may have caught."""
     host_allocation_failures: int = 0
@@ -192,15 +194,13 @@ class Meter:
                 self._undo.append(patch(optimizer, "step", is_method=True)(self._optimizer_step))
             self._hook_module_input()
         self._state.phase = "between"
-        self._clock.synchronize()
-        self._boundary_s = self._clock.now()
+        self._boundary_s = self._clock.completed()
 
     def take_on(self, *, last_step: int) -> None:
         """Measure from the next step on for another trial, up to its last step."""
         self._profiler = None
         self._last_step = last_step
-        self._clock.synchronize()
-        self._boundary_s = self._clock.now()
+        self._boundary_s = self._clock.completed()
 
     def detach(self) -> None:
         """Stop measuring and restore the engine's methods."""
@@ -217,15 +217,13 @@ class Meter:
     def _evaluation_begins(self) -> None:
         """Start an evaluation interval at a forward outside of training, unless already started."""
         if self._state.phase == "between" and self._evaluation is None:
-            self._clock.synchronize()
-            now = self._clock.now()
+            now = self._clock.completed()
             self._evaluation = now, now
 
     def _evaluation_continues(self) -> None:
         """Extend the evaluation interval to the end of a forward."""
         if self._evaluation is not None:
-            self._clock.synchronize()
-            self._evaluation = self._evaluation[0], self._clock.now()
+            self._evaluation = self._evaluation[0], self._clock.completed()
 
     def _close_evaluation(self) -> None:
         """End the current evaluation interval, if any, at its last forward: training continues."""
@@ -439,11 +437,11 @@ class Meter:
         self._count(*self._step.passes)  # without a backward pass of the engine, there may have been several
         self._close_inputs()
         self._close_evaluation()
-        self._clock.synchronize()
-        now = self._clock.now()
+        now = self._clock.completed()
         step, self._step = self._step, _Step()
         latency_s, self._boundary_s = now - self._boundary_s, now
         state = self._state
+        state.updates += 1
         skipped = self._skips.skipped(by_script=step.by_script)
         passes = step.pipelined or sum(name in ("forward", "batch") for name, *_ in step.spans)
         if self.transition.includes(step.micro_batch, passes, is_ambiguous=step.fed.is_ambiguous):
