@@ -218,7 +218,12 @@ def _scaled(count: float, scales: Sequence[tuple[float, str]], *, digits: int) -
 
 
 def steps_in_words(
-    *, skipped: int, variation: float, metrics: Mapping[str, float], user_metrics: Mapping[str, float] | None = None
+    *,
+    skipped: int,
+    variation: float,
+    metrics: Mapping[str, float],
+    left_out: float = 0.0,
+    user_metrics: Mapping[str, float] | None = None,
 ) -> str:
     """Return caveats on the steps of a launch; empty if every step counts and all are alike.
 
@@ -226,11 +231,14 @@ def steps_in_words(
         skipped: Steps that the loss scaler skipped.
         variation: By how much inputs vary in size: largest minus smallest per sample, relative to their mean.
         metrics: Metrics of the steps that count.
+        left_out: Share of their time that is not counted as it passes in occasional evaluation.
         user_metrics: Metrics of the user's config, with which they are compared; None for no comparison.
     """
     remarks = []
     if skipped:
         remarks.append(f"{skipped} {'step' if skipped == 1 else 'steps'} skipped by the loss scaler, not counted")
+    if left_out >= 0.005:
+        remarks.append(f"{left_out:.0%} of the steps' time is left out: evaluation or generation between some of them")
     if variation:
         speeds = [metric_in_words(name, metrics[name]) for name in PER_ELEMENT if name in metrics]
         remarks.append(": ".join([f"inputs vary in size by {variation:.0%} from step to step", *speeds[:1]]))

@@ -450,13 +450,7 @@ def _measured_message(facts: LaunchFacts) -> str:
 def _remarks(facts: LaunchFacts) -> str:
     """Return remarks on the counted steps; empty without remarks."""
     record = _record(facts)
-    counted = [step for step in record.steps if step.step >= facts.start_profile_step]
-    evaluation_s = [step.evaluation_s for step in counted]
-    remarks = []
-    if any(evaluation_s) and not all(step.evaluation_s > 0 for step in record.steps[1:]):
-        remarks.append(f"{sum(evaluation_s):.3g} s of evaluation between its steps are left out")
     variation = record.input_variation
     metrics = record.metrics(flops_per_sample=0.0) if variation else {}
-    if words := steps_in_words(skipped=record.skipped_steps, variation=variation, metrics=metrics):
-        remarks.append(words)
-    return "".join(f"; {remark}" for remark in remarks)
+    words = steps_in_words(skipped=record.skipped_steps, variation=variation, metrics=metrics, left_out=record.left_out)
+    return f"; {words}" if words else ""

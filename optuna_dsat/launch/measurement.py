@@ -311,6 +311,20 @@ class LaunchRecord:
         return [step for step in without_rare_evaluation(self.steps) if step.step >= self.start_profile_step]
 
     @property
+    def left_out(self) -> float:
+        """Share of the time of the counted steps that evaluation between some of them takes, which is not counted."""
+        whole_s = sum(step.latency_s for step in self.steps if step.step >= self.start_profile_step)
+        return 1.0 - sum(step.latency_s for step in self.counted) / whole_s if whole_s > 0 else 0.0
+
+    @property
+    def stored_events(self) -> list[StepMeasured]:
+        """Steps of all ranks, without the evaluation that is left out; the other ranks wait for one that evaluates."""
+        longest_s = dict.fromkeys((event.step for event in self.events), 0.0)
+        for event in self.events if self.left_out else ():
+            longest_s[event.step] = max(event.evaluation_s, longest_s[event.step])
+        return [replace(event, latency_s=max(0.0, event.latency_s - longest_s[event.step])) for event in self.events]
+
+    @property
     def observed_micro_batch(self) -> int | None:
         """Largest batch fed to an engine, in samples per rank and forward pass; None if none was observed."""
         seen = [event.observed_micro_batch for event in self.events if event.observed_micro_batch is not None]

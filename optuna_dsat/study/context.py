@@ -66,7 +66,7 @@ class StudyContext:
     ) -> None:
         """Store a finished launch of the profile or the confirmation, and its steps."""
         self.store.record_launch(self.study_uuid, report, trial_number=trial_number, purpose=purpose, attempt=0)
-        self.store.record_steps(self.study_uuid, report.launch_id, record.events)
+        self.store.record_steps(self.study_uuid, report.launch_id, record.stored_events)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,6 +49,8 @@ STEPS_COMPLETED = "steps_completed"
 """Batches completed by the training at the launch's last step, as counted by Determined; absent without a step."""
 INPUT_VARIATION = "input_variation"
 """Range of the input size per sample over the counted steps, relative to the mean; absent if 0."""
+LEFT_OUT = "evaluation_share"
+"""Share of the time of the counted steps that occasional evaluation took, which is not counted; absent if 0."""
 OVERHEAD_S = "overhead_s"
 """Launch seconds outside the counted training steps; absent if no step ran."""
 ATTEMPTS = "attempts"
@@ -167,6 +169,7 @@ def step_facts(trial: FrozenTrial) -> dict[str, Any]:
         "skipped": int(attrs.get(SKIPPED_STEPS, 0)),
         "variation": float(attrs.get(INPUT_VARIATION, 0.0)),
         "metrics": attrs.get(METRICS, {}),
+        "left_out": float(attrs.get(LEFT_OUT, 0.0)),
     }
 
 

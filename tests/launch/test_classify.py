@@ -379,7 +379,10 @@ def test_a_record_of_too_few_samples_is_no_error_of_the_script() -> None:
 @pytest.mark.parametrize(
     ("seconds", "message"),
     [
-        ([0.0, 0.0, 2.5], "measured to step 3; 2.5 s of evaluation between its steps are left out"),
+        (
+            [0.0, 0.0, 2.5],
+            "measured to step 3; 56% of the steps' time is left out: evaluation or generation between some of them",
+        ),
         ([1.0, 1.0, 1.0], "measured to step 3"),
     ],
 )

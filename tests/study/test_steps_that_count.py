@@ -35,7 +35,7 @@ LENGTHS = (80, 100, 120)
 
 
 class HalfPrecisionLauncher(SimulatedLauncher):
-    """Skips the first updates of every launch, and pads each step's inputs to another length."""
+    """Skips the first updates of a launch, evaluates before one and pads each step's inputs to another length."""
 
     def poll(self, timeout_s: float) -> Sequence[LaunchUpdate]:
         return [changed for update in super().poll(timeout_s) for changed in _changed(update)]
@@ -50,11 +50,14 @@ def _changed(update: LaunchUpdate) -> Iterator[LaunchUpdate]:
         for index in range(SKIPS):
             skipped = replace(event, step=index + 1, skipped=True, skipped_before=index, latency_s=99.0)
             yield Observed(launch_id=update.launch_id, event=skipped)
+    evaluation_s = event.latency_s if event.step == 5 else 0.0
     elements = event.samples * LENGTHS[event.step % len(LENGTHS)]
     padded = replace(
         event,
         step=event.step + SKIPS,
         skipped_before=SKIPS,
+        latency_s=event.latency_s + evaluation_s,
+        evaluation_s=evaluation_s,
         elements=elements,
         elements_are_tokens=True,
         steps_completed=RESUMED + SKIPS + event.step,
@@ -91,12 +94,13 @@ def test_every_record_of_a_study_counts_the_same_steps_and_every_view_says_so(
     show_result(result, as_json=False)
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Steps: ")]
     assert line.startswith(
-        "Steps: 2 steps skipped by the loss scaler, not counted; inputs vary in size by 40% from step"
+        "Steps: 2 steps skipped by the loss scaler, not counted; 14% of the steps' time is left out: evaluation or "
+        "generation between some of them; inputs vary in size by 40% from step"
     )
     assert metric_in_words("tokens_per_s", result.metrics["tokens_per_s"]) in line
     winner = bench.study().trials[result.trial]
     words = steps_in_words(**attributes.step_facts(winner))
-    assert words.startswith("2 steps skipped by the loss scaler, not counted; inputs vary in size by 40%")
+    assert words.startswith("2 steps skipped by the loss scaler, not counted; 14% of the steps' time is left out")
     assert leave("show", "s", "--storage", bench.store.url) == 0
     assert f"{words})" in capsys.readouterr().out
     view = read_view(bench.store, "s")

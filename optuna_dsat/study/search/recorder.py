@@ -110,7 +110,7 @@ class TrialRecorder:
 
     def record_steps(self, flight: Flight) -> None:
         """Store the measured steps of a launch that is settled."""
-        self._store.record_steps(self._context.study_uuid, flight.request.launch_id, flight.record.events)
+        self._store.record_steps(self._context.study_uuid, flight.request.launch_id, flight.record.stored_events)
 
     def tell(self, flight: Flight, report: LaunchReport) -> None:
         """Finish a launch's trial, if still this worker's.
@@ -172,6 +172,8 @@ class TrialRecorder:
             trial.set_user_attr(attributes.SKIPPED_STEPS, flight.record.skipped_steps)
         if flight.record.input_variation:
             trial.set_user_attr(attributes.INPUT_VARIATION, flight.record.input_variation)
+        if flight.record.left_out:
+            trial.set_user_attr(attributes.LEFT_OUT, flight.record.left_out)
         if flight.record.counted:
             trial.set_user_attr(attributes.METRICS, self.metrics(flight, power_w=report.conditions.power_w))
         trial.set_user_attr(attributes.OUTCOME, report.outcome.value)
