@@ -229,14 +229,12 @@ def test_a_launch_has_to_gain_by_its_cost_and_no_less_where_it_is_short_and_slow
     kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, gain: float, cost: float, slower: float, goes_on: bool
 ) -> None:
     """Short launches of slow configurations kept a search going, in which others were launched that gained nothing."""
-    problem = small_problem()
-    planner = GuidedPlanner(problem, min_gain=0.01)
+    planner = GuidedPlanner(problem := small_problem(), min_gain=0.01)
     study, machine = guided(kit, planner), Machine()
     machine.run(study, 3)
     posterior, observations = planner._searched(study.trials)
-    rows, sizes, acquisition = planner._evaluated(
-        posterior, observations, None, planner._open_rows(observations, {}, ())
-    )
+    open_rows = planner._open_rows(observations, {}, ())
+    rows, sizes, acquisition = planner._evaluated(posterior, observations, None, open_rows)
     monkeypatch.setattr(Posterior, "relative_costs", lambda _self, given: np.full(len(given.gain), cost))
     monkeypatch.setattr(Posterior, "paying_sizes", lambda _self, rows: np.full(len(rows), np.inf))
     monkeypatch.setattr(Prospects, "worth_of_launches", lambda *_: 0.0)
