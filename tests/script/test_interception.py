@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import venv
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -322,8 +324,10 @@ OF_SRUN = {
     ],
 )
 def test_ranks_that_another_program_starts_on_two_nodes_are_the_launch(
-    folder: Path, variables: str, code: str, read_by_script: dict[str, str]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, variables: str, code: str, read_by_script: dict[str, str]
 ) -> None:
+    sent = Mock(side_effect=os.killpg)
+    monkeypatch.setattr(os, "killpg", sent)
     (folder / "ddp.py").write_text(f"import torch.distributed as dist, os\ndist.init_process_group()\n{code}\n")
     (folder / "run").write_text(f'#!/bin/sh\nexport MODEL=tiny {variables}\nshift 2\nexec "$@"\n')
     (folder / "run").chmod(0o755)
@@ -336,6 +340,9 @@ def test_ranks_that_another_program_starts_on_two_nodes_are_the_launch(
         environment={"MODEL": "tiny", **read_by_script},
         is_wrapped=True,
     )
+    numbers = [call.args[1] for call in sent.mock_calls]
+    assert (signal.SIGTERM in numbers) == ("SLURM" in variables), "srun ends its job, which a killed one does not"
+    assert numbers[-1] == signal.SIGKILL
 
 
 def test_ranks_of_a_program_whose_variables_are_unknown_are_counted_as_they_start(folder: Path) -> None:

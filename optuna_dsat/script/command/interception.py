@@ -48,6 +48,8 @@ _REFUSED = re.compile(r"^[^:]*: error: |^(\w+\.)*\w+(Error|Exception): ")
 """Matches the beginning of an error message of argparse, or of an exception's last line."""
 _SHORTEST_WAIT_S = 0.3
 _LONGEST_WAIT_S = 3.0
+_LONGEST_END_S = 10.0
+"""Maximum time that srun may take to end its job."""
 _BACKGROUND_S = 60.0
 """Maximum time that processes which a command left behind may take to reach their launch."""
 _STDERR = 2
@@ -409,6 +411,7 @@ def _first_ranks(
         start_new_session=True,
     )
     groups = {process.pid}
+    signals = [signal.SIGKILL]
     ended = started
     try:
         while True:
@@ -416,6 +419,8 @@ def _first_ranks(
             if record.is_file():
                 result: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
                 groups.add(int(result["group"]))
+                if any(result["environment"].get(name) != os.environ.get(name) for name in _STEP):
+                    signals = [signal.SIGTERM, signal.SIGKILL]  # the job of a killed srun would keep its nodes
                 if apart:
                     result["prepared"] = keep_prepared(result, folder=record.parent, into=into())
                 if "launcher" in result or ranks_of(result["environment"])[0] is not None:
@@ -431,10 +436,12 @@ def _first_ranks(
                 return code
             time.sleep(_POLL_S)
     finally:
-        for group in groups:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(group, signal.SIGKILL)
-        process.wait()
+        for number in signals:
+            for group in groups:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(group, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(None if number == signal.SIGKILL else _LONGEST_END_S)
 
 
 def _has_processes(group: int) -> bool:
