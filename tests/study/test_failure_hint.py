@@ -218,6 +218,8 @@ def test_a_script_gets_the_variables_of_another_launcher_that_it_lacks_unless_it
 
     monkeypatch.setattr(profile, "follow", lacking)
     spec = bench.spec(max_trials=1, confirm=0, train_launcher=train_launcher)
+    own = spec.script.model_copy(update={"environment": {"MINE": "$RANK"}})
+    spec = spec.model_copy(update={"script": own})
     if train_launcher is not None:
         with pytest.raises(ScriptFailedError, match="SLURM_PROCID is set by another launcher"):
             bench.run(spec, Hill())

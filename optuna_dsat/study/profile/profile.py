@@ -26,9 +26,9 @@ from optuna_dsat.launch.protocol import Launcher, LaunchReport, LaunchRequest
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.agent.preload import Preload
 from optuna_dsat.runtime.events import Event
-from optuna_dsat.runtime.rank import names_rank
 from optuna_dsat.script.arg_mapping import STAGE
 from optuna_dsat.script.batch_rule import BatchRule, global_batch_option, loads_all, samples_per_rank
+from optuna_dsat.script.command.interception import OF_LAUNCHERS
 from optuna_dsat.script.trainer import ScriptTrainer
 from optuna_dsat.study.profile.batch_search import (
     Launch,
@@ -316,10 +316,7 @@ class _Attempts:
         needs_steps = passes == user.gradient_accumulation_steps > 1
         return replace(
             profiled,
-            environment={
-                **record.environment,
-                **{name: value for name, value in spec.script.environment.items() if names_rank(value)},
-            },
+            environment={**record.environment, **dict(spec.script.environment.items() & OF_LAUNCHERS.items())},
             option_defaults=_mapped_defaults(spec, record),
             stage_choices={} if record.batch_sources is None else record.batch_sources.choices,
             start_s=record.outside_steps_s(launched.report.held_s),
