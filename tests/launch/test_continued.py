@@ -149,9 +149,13 @@ def test_accumulation_follows_where_the_engine_counts_and_ranks_leave_when_nothi
 def test_engines_that_train_in_turns_all_follow_and_the_first_stays_measured(
     run: Run, launcher: TorchrunLauncher, stage: int
 ) -> None:
-    """Steps in transition have the earlier size: the other engine seemed to train alone, and kept its settings."""
+    """Steps in transition have the earlier size: the other engine seemed to train alone, and kept its settings.
+
+    Between two steps the first scores samples for the other, as a discriminator, but not before its own first.
+    """
     zero = {"stage": stage, "reduce_bucket_size": 1000}
-    first, _ = run("first", "--critic", config={"zero_optimization": zero})
+    single = {"start_profile_step": 1, "end_profile_step": 1}
+    first, _ = run("first", "--critic", config={"zero_optimization": zero}, **single)
     config = {"gradient_accumulation_steps": 2, "zero_optimization": {**zero, "reduce_bucket_size": 2000}}
     report, steps = run("second", "--critic", size=8, config=config)
     assert (report.outcome, report.root) == (Outcome.MEASURED, first.launch_id), report.error_excerpt
@@ -210,7 +214,7 @@ SCATTER = "zero_optimization.reduce_scatter"
     [
         ((MICRO_BATCH, SCATTER), "a mixture of experts needs reduce_scatter", SCATTER),
         ((MICRO_BATCH, GRADIENT_ACCUMULATION), "the batch size is 4, not 8", MICRO_BATCH),
-        ((MICRO_BATCH, GRADIENT_ACCUMULATION), "the forward passes of a step are 1, not 3", GRADIENT_ACCUMULATION),
+        ((MICRO_BATCH, GRADIENT_ACCUMULATION), "the passes of a step are 1, not 3", GRADIENT_ACCUMULATION),
         ((SCATTER,), "the script's own mistake", None),
     ],
 )

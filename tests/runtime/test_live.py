@@ -171,14 +171,14 @@ def test_a_script_that_never_reaches_the_size_is_refused_once_nothing_is_in_flig
 
 def test_a_script_that_accumulates_otherwise_is_refused_at_once() -> None:
     assert not begun(micro_batch=None, accumulated=3).includes(4, 3)
-    with pytest.raises(NotLiveError, match="the forward passes of a step are 1, not 3"):
+    with pytest.raises(NotLiveError, match="the passes of a step are 1, not 3"):
         begun(micro_batch=None, accumulated=3).includes(4, 1)
 
 
 def test_a_trainer_that_counts_passes_by_epoch_has_one_step_to_follow() -> None:
     transition = begun(micro_batch=None, accumulated=3, realigns=True)
     assert [transition.includes(4, passes) for passes in (2, 3)] == [True, False]
-    with pytest.raises(NotLiveError, match="the forward passes of a step are 2, not 3"):
+    with pytest.raises(NotLiveError, match="the passes of a step are 2, not 3"):
         transition.includes(4, 2)
 
 

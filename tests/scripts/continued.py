@@ -59,6 +59,7 @@ def train_in_turns(actor: deepspeed.DeepSpeedEngine, config: str, size: int) -> 
                     reference(inputs)
                 engine.backward(engine(inputs).square().mean())
                 engine.step()
+            actor(inputs)  # scores samples for the other, as a discriminator
             passes += 1
             if critic.micro_steps % critic.gradient_accumulation_steps() == 0:
                 print(f"passes of the critic: {passes}", flush=True)

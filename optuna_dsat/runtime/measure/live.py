@@ -242,9 +242,9 @@ class Transition:
         self._observed: int | None = None
         """Largest micro-batch of a trial's steps, as the last of an epoch may be smaller; None if not observed."""
         self._passes = Fraction(0)
-        """Forward passes of the last step."""
+        """Backward passes of the last step by the engine, as a forward pass may serve another model's; else forward."""
         self._expected_passes: Fraction | None = None
-        """Forward passes of each step; None in the first trial."""
+        """Passes of each step; None in the first trial."""
         self._awaited: int | None = None
         """Micro-batch of the next step that counts; None for any."""
         self._most_in_flight = 0
@@ -300,7 +300,7 @@ class Transition:
             if realigns:
                 return True
             expected = self._expected_passes
-            raise NotLiveError(f"the forward passes of a step are {passes}, not {expected}")
+            raise NotLiveError(f"the passes of a step are {passes}, not {expected}")
         return False
 
 

@@ -107,8 +107,8 @@ class _Step:
     """All inputs."""
     micro_batch: int | None = None
     """Largest leading dimension of an input; None if not observed."""
-    pipelined: int = 0
-    """Micro-batches of a pipeline engine, whose phases are not observed."""
+    passes_back: int = 0
+    """Backward passes of the engine; micro-batches of a pipeline engine, whose phases are not observed."""
     passes: list[InputSize] = field(default_factory=list)
     """Inputs of the engine since the last backward pass."""
     direct: list[InputSize] = field(default_factory=list)
@@ -253,6 +253,7 @@ class Meter:
         passes, self._step.passes = self._step.passes, []
         with self._phase("backward"):
             result = original(loss, *args, **kwargs)
+        self._step.passes_back += 1
         self._close_inputs(*passes)
         self._step.forward_end = None
         self._step.loss = loss_of(loss)
@@ -347,7 +348,7 @@ class Meter:
 
     def _on_pipeline_input(self, module: Any, args: Any, kwargs: Any) -> None:
         if module.training:
-            self._step.pipelined += 1
+            self._step.passes_back += 1
             self._count(*self._fed_sizes((args, kwargs)))
 
     def _is_training(self) -> bool:
@@ -443,7 +444,7 @@ class Meter:
         state = self._state
         state.updates += 1
         skipped = self._skips.skipped(by_script=step.by_script)
-        passes = step.pipelined or sum(name in ("forward", "batch") for name, *_ in step.spans)
+        passes = step.passes_back or sum(name in ("forward", "batch") for name, *_ in step.spans)
         if self.transition.includes(step.micro_batch, passes, is_ambiguous=step.fed.is_ambiguous):
             forget_shapes(self._engine)
             self._memory.restart()
