@@ -10,7 +10,7 @@ export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup operators demo test test-cuda crash-points chaos printed-commands test-versions lint types fuzz check docs figures prove-gpu pack-gpu clean
+.PHONY: setup operators demo test test-cuda test-nvme crash-points chaos printed-commands test-versions lint types fuzz check docs figures prove-gpu pack-gpu clean
 
 setup: $(VENV)/.installed
 
@@ -70,6 +70,10 @@ test-cuda: setup $(if $(filter .venv-cuda,$(CUDA_VENV)),.venv-cuda/.installed)
 	.venv-cuda/bin/pip install --quiet --constraint constraints.txt --editable '.[here,huggingface,lightning]'
 	.venv-cuda/bin/python -c "import torch; assert torch.version.cuda, 'this torch is no CUDA build: see CONTRIBUTING.md'"
 	touch $@
+
+# Builds DeepSpeed's operator for offload to NVMe (libaio-dev), which takes minutes, and runs its tests. `make test` does once it is built.
+test-nvme: setup operators
+	OPTUNA_DSAT_BUILD=all $(BIN)/python -m pytest tests/launch/test_nvme.py
 
 # Tunes every example, and scripts of many kinds, and runs what is printed: it trains with the best config. A few are tests.
 printed-commands: setup operators
