@@ -25,7 +25,7 @@ from optuna_dsat.launch.machine.operators import compile_operators
 from optuna_dsat.launch.protocol import LaunchRequest
 from optuna_dsat.launch.run_directory import OutputError
 from optuna_dsat.outcome import Outcome
-from optuna_dsat.runtime.agent.operators import ASYNC_IO, extensions_dir
+from optuna_dsat.runtime.agent.operators import ASYNC_IO, is_built
 from optuna_dsat.runtime.events import StepMeasured
 from tests.harness.launches import STUB, events, request, run, updates_until, updates_until_finished
 from tests.launch.test_torchrun import BASE_ENV
