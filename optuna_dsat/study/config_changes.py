@@ -52,7 +52,7 @@ def config_changes(user: Mapping[str, Any], best: Mapping[str, Any]) -> tuple[Ch
 def changes_in_words(changes: Iterable[Change]) -> str:
     """Return sentences with the changed, added and dropped keys; empty without any.
 
-    A dropped offload to ``none`` is left out: there is none without it.
+    A dropped offload device ``none`` is left out: dropping it changes nothing.
     """
     kinds: dict[str, list[str]] = {"Changed from your config": [], "Added": [], "Dropped": []}
     for change in changes:

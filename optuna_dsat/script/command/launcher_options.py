@@ -162,7 +162,7 @@ def _ignored_fields(fields: Mapping[str, Any]) -> Iterator[str]:
 def _dropped_fields(fields: Mapping[str, Any], config: str) -> tuple[str, ...]:
     """Return a note on DeepSpeed settings in accelerate's YAML that are dropped in favour of the config file.
 
-    Without offload to ``none`` there is none either.
+    An offload device ``none`` needs no note: dropping it changes nothing.
     """
     dropped = {name: value for name, value in fields.items() if name in _OF_A_CONFIG and _text(value) != "none"}
     named = ", ".join(f"{name} {value}" for name, value in dropped.items())

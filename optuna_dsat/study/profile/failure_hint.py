@@ -1,4 +1,4 @@
-"""Remedies for errors of the profile launch: what a user may change so that the script runs."""
+"""Hints on errors of the profile launch: what to change so that the script runs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def failure_hint(spec: StudySpec, report: LaunchReport, record: LaunchRecord) ->
 
 
 def missing_variables(spec: StudySpec, report: LaunchReport) -> dict[str, str]:
-    """Return the variables of another launcher for want of which a script failed, first that in its error."""
+    """Return the variables of another launcher that a failed script lacks, starting with the one in its error."""
     match = _OTHER_LAUNCHERS.search(f"{report.message}\n{report.error_excerpt}")
     if match is None or report.outcome is not Outcome.SCRIPT_ERROR or match[1] in spec.script.environment:
         return {}

@@ -12,6 +12,8 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import count
 from typing import Any
 
 from optuna_dsat.config import ds_config
@@ -157,13 +159,7 @@ def measure_profile(
         on_report(report, record)
         return record, report
 
-    def launch_attempt(spec: StudySpec, attempt: ProfileAttempt, number: int) -> _Launched:
-        on_attempt(attempt)
-        request = _request(spec, attempt, number=number)
-        record, report = launch(request, on_event)
-        return _Launched(attempt=attempt, request=request, record=record, report=report)
-
-    return _Attempts(spec, launch_attempt, prove=launch).run()
+    return _Attempts(spec, partial(launch, see=on_event), prove=launch, on_attempt=on_attempt).run()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,16 +181,17 @@ class _Launched:
 class _Attempts:
     """The attempts of a profile, and what their launches have shown of the script so far.
 
-    ``launch_attempt`` launches an attempt as the profile launch of a number, ``prove`` a proof of what sets a size.
+    ``launch`` launches an attempt, of which ``on_attempt`` is told before, and ``prove`` a proof of what sets a size.
     """
 
     def __init__(
-        self, spec: StudySpec, launch_attempt: Callable[[StudySpec, ProfileAttempt, int], _Launched], *, prove: Launch
+        self, spec: StudySpec, launch: Launch, *, prove: Launch, on_attempt: Callable[[ProfileAttempt], None]
     ) -> None:
         self._spec = spec
-        self._launch_attempt = launch_attempt
+        self._follow = launch
         self._prove = prove
-        self._launches = 0
+        self._on_attempt = on_attempt
+        self._numbers = count()
         self._checkpoints = CHECKPOINT_EVERY in spec.kept_knobs
         """Whether the script's own activation checkpointing stays on."""
         self._least = self._accumulation = self._multiple = 1
@@ -239,8 +236,10 @@ class _Attempts:
         )
 
     def _launch(self, attempt: ProfileAttempt) -> _Launched:
-        self._launches += 1
-        return self._launch_attempt(self._spec, attempt, self._launches - 1)
+        self._on_attempt(attempt)
+        request = _request(self._spec, attempt, number=next(self._numbers))
+        record, report = self._follow(request)
+        return _Launched(attempt=attempt, request=request, record=record, report=report)
 
     def _is_refused(self, structure: Structure | None) -> bool:
         """Whether DeepSpeed is known to refuse a structure."""
@@ -251,10 +250,11 @@ class _Attempts:
     def _give_variables(self, report: LaunchReport) -> bool:
         """Give the next attempts variables of another launcher that a script needs; not to one of torchrun's own."""
         missing = {} if self._spec.train_launcher is not None else missing_variables(self._spec, report)
-        script = self._spec.script
-        script = script.model_copy(update={"environment": {**missing, **script.environment}})
+        if not missing:
+            return False
+        script = self._spec.script.model_copy(update={"environment": {**missing, **self._spec.script.environment}})
         self._spec = self._spec.model_copy(update={"script": script})
-        return bool(missing)
+        return True
 
     def _take_users_sizes(self, launched: _Launched) -> None:
         """Have the next attempts at the user's batch sizes; raise if these cannot explain why a launch failed."""
