@@ -170,14 +170,14 @@ def _without_launch(options: PlanOptions) -> Plan:
     from optuna_dsat.study.spec import parse_bytes
 
     config_path = options.ds_config or options.script  # a single argument is the config
-    given = "--params" if options.hf_config is None else "--model"
+    given = "--params" if options.hf_config is None else "a model"
     if config_path is not None and config_path.suffix == ".py":
         raise UsageError(f"With {given} nothing is launched: give no script, a DS_CONFIG at most.")
     _refuse(options, _WITH, f"leave it out with {given}")
     shape = _shape(options)
     gpus = _GPUS if options.gpus is None else options.gpus
     if options.gpu is None:
-        raise UsageError(f"{given} needs --gpu; known are {', '.join(GPUS)}.")
+        raise UsageError(f"With {given}, give --gpu; known are {', '.join(GPUS)}.")
     if gpus < 1:
         raise UsageError(f"--gpus is {gpus}; it must be at least 1.")
     machine = Machine(
@@ -216,7 +216,7 @@ def _shape(options: PlanOptions) -> TransformerShape:
     if options.hf_config is not None:
         for name in ("params", "hidden", "layers", "heads", "vocab", "ffn", "gated"):
             if getattr(options, name):
-                raise UsageError(f"--model says the shape: leave out --{name}.")
+                raise UsageError(f"The model says the shape: leave out --{name}.")
         return shape_of_config(options.hf_config, seq_length=options.seq_length, **common)
     return shape_of(
         params=_count(options.params or "", "--params"),

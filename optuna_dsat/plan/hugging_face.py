@@ -59,7 +59,7 @@ class _Reader:
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**40:
-                raise UsageError(f"--model: {name} is {as_written(value)}; it must be a whole number of at least 1.")
+                raise UsageError(f"The model: {name} is {as_written(value)}; it must be a whole number of at least 1.")
             return value
         return None
 
@@ -74,13 +74,13 @@ def find_config(given: Path) -> Path:
     if given.is_dir():
         path = next((given / name for name in (_CONFIG, *_OTHER_CONFIGS) if (given / name).is_file()), None)
         if path is None:
-            raise UsageError(f"--model is {given}, a folder without {_CONFIG}.")
+            raise UsageError(f"The model {given} is a folder without {_CONFIG}.")
         return path
     if given.is_file():
         return given
     if not _MODEL_ID.fullmatch(str(given)):
         raise UsageError(
-            f"--model is {given}, which is neither there nor known. Give a {_CONFIG}, the folder of a model, or one of "
+            f"The model {given} is neither there nor known. Give a {_CONFIG}, the folder of a model, or one of "
             f"{', '.join(KNOWN_MODELS)}."
         )
     home = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")  # noqa: PTH111 - home may be missing
@@ -88,7 +88,7 @@ def find_config(given: Path) -> Path:
     paths = sorted((cache / f"models--{str(given).replace('/', '--')}" / "snapshots").glob(f"*/{_CONFIG}"))
     if not paths:
         raise UsageError(
-            f"--model is {given}, which is neither a file or folder nor a model in {cache}. Nothing is downloaded: "
+            f"The model {given} is neither a file or folder nor a model in {cache}. Nothing is downloaded: "
             f"give a {_CONFIG} or the folder of a model."
         )
     return max(paths, key=lambda path: path.stat().st_mtime)
@@ -215,11 +215,11 @@ def _load(path: Path) -> Mapping[str, Any]:
     try:
         data = checked(json.loads(read_document(path).decode("utf-8-sig")), str(path))
     except OSError as error:
-        raise UsageError(f"--model: {path} cannot be read: {error.strerror}.") from None
+        raise UsageError(f"{path} cannot be read: {error.strerror}.") from None
     except (ValueError, RecursionError):
-        raise UsageError(f"--model: {path} is not JSON.") from None
+        raise UsageError(f"{path} is not JSON.") from None
     if not isinstance(data, dict):
-        raise UsageError(f"--model: {path} is not a JSON object.")
+        raise UsageError(f"{path} is not a JSON object.")
     return data
 
 
@@ -236,7 +236,7 @@ class _Model:
         sizes = ("head_dim", "d_kv") if family.grouped or family.kind == "encoder-decoder" else ()
         width = family.head_dim or reader.maybe(*sizes)
         if self.hidden % self.heads and width is None and not reader.missing:
-            raise UsageError(f"--model: hidden_size is {self.hidden}, no multiple of the {self.heads} attention heads.")
+            raise UsageError(f"The model: hidden_size is {self.hidden}, no multiple of the {self.heads} attention heads.")
         default = family.head_dim or max(1, self.hidden // self.heads)
         self.head_dim = reader.size(*sizes, default=default)
         if kind == "falcon" and not reader.flag("new_decoder_architecture", default=False):
@@ -290,7 +290,7 @@ class _Model:
             side = self.reader.size(name)
             return side, side
         if len(value) != 2 or not all(type(item) is int and item > 0 for item in value):
-            raise UsageError(f"--model: {name} is {as_written(value)}; it must be a whole number or two of them.")
+            raise UsageError(f"The model: {name} is {as_written(value)}; it must be a whole number or two of them.")
         return value[0], value[1]
 
     def params(self) -> tuple[int, int, int | None]:

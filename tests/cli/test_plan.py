@@ -148,11 +148,12 @@ def test_the_margin_of_memory_may_be_per_cent(run_here: Run) -> None:
 
 CASES = {
     "nothing-given": ([], "plan takes SCRIPT and DS_CONFIG, or --params"),
-    "no-gpu": (["--params", "7e9"], "--params needs --gpu; known are t4"),
+    "no-gpu": (["--params", "7e9"], "With --params, give --gpu; known are t4"),
     "hf-and-shape": (["--model", ".", "--vocab", "9", "--gpu", "t4"], "says the shape: leave out --vocab"),
-    "hf-and-script": (["train.py", "--model", ".", "--gpu", "t4"], "With --model nothing is launched"),
+    "hf-and-script": (["train.py", "--model", ".", "--gpu", "t4"], "With a model nothing is launched"),
     "share": (["--params", "7e9", "--gpu", "t4", "--trainable-share", "0"], "--trainable-share is 0; it must be above"),
-    "hf-no-gpu": (["--model", "."], "--model is ., a folder without config.json"),
+    "hf-no-gpu": (["--model", "."], "The model . is a folder without config.json"),
+    "other-name": (["--hf-config", "nope.json"], "The model nope.json is neither there nor known"),
     "share-of-a-launch": (["train.py", "ds.json", "--trainable-share", "1%"], "is for plans without a launch"),
     "gpu-of-a-launch": (["train.py", "ds.json", "--gpu", "h100"], "--gpu is for plans without a launch"),
     "ranks-without-launch": (
