@@ -330,6 +330,11 @@ class LaunchRecord:
         seen = [event.observed_micro_batch for event in self.events if event.observed_micro_batch is not None]
         return max(seen, default=None)
 
+    @property
+    def is_ambiguous(self) -> bool:
+        """Whether another dimension of the inputs than the one counted may be that of samples."""
+        return any(event.is_ambiguous for event in self.events)
+
     def differing_micro_batches(self, *, samples: int | None) -> tuple[int, ...]:
         """Return the sizes of the batches fed to an engine if they differ between steps, else an empty tuple.
 

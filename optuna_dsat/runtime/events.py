@@ -271,6 +271,8 @@ class StepMeasured(Event, kind="step_measured"):
     steps_completed: int = 0
     """Batches that the training has completed, including batches before a resumed checkpoint and skipped steps. Passed
     to ``dsat_reporting_context``, else counted by the engine."""
+    is_ambiguous: bool = False
+    """Whether the second dimension of its inputs may have the samples instead, by the known batch sizes."""
 
     @property
     def number(self) -> int:

@@ -298,12 +298,13 @@ def test_inputs_of_a_backward_pass_are_one_micro_batch() -> None:
     bench.engine.step()
     step = bench.steps[0]
     assert (step.observed_micro_batch, step.samples, step.elements) == (24, 24, 64)
-    bench.meter._size_of = lambda _: InputSize(samples=4, loaded=8)  # two parts of a loader's batch
+    bench.meter._size_of = lambda _: InputSize(samples=4, loaded=8, is_ambiguous=True)  # parts of a batch
     for _ in range(2):
         bench.engine(torch.ones(4, 2))
     bench.engine.backward(torch.tensor(0.5))
     bench.engine.step()
     assert (bench.steps[1].observed_micro_batch, bench.steps[1].samples) == (4, 8)
+    assert [step.is_ambiguous for step in bench.steps] == [False, True]
 
 
 @pytest.mark.parametrize("fed", ["engine", "module"])

@@ -309,6 +309,23 @@ def test_a_config_that_the_script_passes_for_a_changed_option_is_not_reported_as
     assert "The script takes its ZeRO stage from --stage; it follows each configuration." in bench.messages
 
 
+def test_inputs_with_two_dimensions_of_the_micro_batch_are_profiled_at_twice_the_micro_batch_as_well(
+    bench: StudyBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --fix of the length of time-first inputs, the script's own batch size was taken for the length."""
+    before, landscape = LaunchRecord.add, Hill()
+
+    def add(record: LaunchRecord, event: Any) -> Any:
+        is_ambiguous = getattr(event, "observed_micro_batch", None) == 4
+        return before(record, replace(event, is_ambiguous=True) if is_ambiguous else event)
+
+    monkeypatch.setattr(LaunchRecord, "add", add)
+    bench.run(bench.spec(max_trials=2, confirm=0, fix={"train_micro_batch_size_per_gpu": 4}), landscape)
+    sizes = [config["train_micro_batch_size_per_gpu"] for config in landscape.configs]
+    assert sizes[:2] == [4, 8]
+    assert set(sizes[2:]) <= {2, 4}  # your config, and trials of the fixed size
+
+
 def failing_below(least: int) -> Hill:
     """Return a landscape of a script that fails in training at less than ``least`` samples."""
 

@@ -477,6 +477,7 @@ class Meter:
                 elements=step.fed.elements * sequence_shards(self._engine),
                 elements_are_tokens=step.fed.are_tokens,
                 steps_completed=self._steps_completed(),
+                is_ambiguous=step.fed.is_ambiguous,
             )
         )
         if self._profiler is not None:

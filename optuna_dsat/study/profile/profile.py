@@ -217,7 +217,8 @@ class _Attempts:
                 waiting.appendleft(planned)
                 continue
             if launched.is_measured:
-                return self._profiled(self._with_computed_steps(self._with_one_size(launched, planned)))
+                clear = self._with_clear_samples(self._with_one_size(launched, planned))
+                return self._profiled(self._with_computed_steps(clear))
             # A later launch may set a value that the script has as well: only an earlier one then shows the difference.
             self._differences = {**record.config_differences, **self._differences}
             self._only_zero_3 |= record.needs_zero_3 and 3 in self._spec.stages
@@ -279,6 +280,15 @@ class _Attempts:
                     return alone
         return launched
 
+    def _with_clear_samples(self, launched: _Launched) -> _Launched:
+        """Return a launch at twice the micro-batch if two dimensions of the inputs may be that of samples."""
+        attempt = launched.attempt
+        _check_data(launched.record, smallest=attempt.micro_batch)
+        if attempt.micro_batch == 1 or not launched.record.is_ambiguous:
+            return launched
+        second = self._launch(replace(attempt, micro_batch=2 * attempt.micro_batch))
+        return second if second.is_measured else launched
+
     def _with_computed_steps(self, launched: _Launched) -> _Launched:
         """Return a launch with the accumulation steps that the script has at its own micro-batch."""
         record, engine = launched.record, launched.record.engine
@@ -294,7 +304,6 @@ class _Attempts:
     def _profiled(self, launched: _Launched) -> Profiled:
         """Return what a measured launch shows, after proofs of what sets the script's batch sizes and ZeRO stage."""
         spec, attempt, record, overlay = self._spec, launched.attempt, launched.record, launched.request.overlay
-        _check_data(record, smallest=attempt.micro_batch)
         user = own_batch(spec, record)
         sizes = {"present": user.micro_batch, "steps": user.gradient_accumulation_steps}
         batch = find_batch_rule(spec, self._prove, record, overlay=overlay, **sizes)
