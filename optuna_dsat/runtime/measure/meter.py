@@ -2,7 +2,8 @@
 
 A step ends at a gradient-accumulation boundary. Steps are counted here, from 1. Steps that the loss scaler skipped are
 recorded but not counted: the launch runs an additional step for each, up to ``MOST_SKIPPED_STEPS``. Forward passes in
-evaluation mode or without gradients do not count as training; their time between the phases is recorded separately.
+evaluation mode or without gradients do not count as training; their time between the phases is recorded separately,
+with that of evaluation mode around them.
 """
 
 from __future__ import annotations
@@ -186,9 +187,9 @@ class Meter:
             if hasattr(self._engine, "eval_batch"):
                 self._undo.append(patch(self._engine, "eval_batch")(self._evaluate))
         else:
-            self._undo.append(patch(self._engine, "forward")(self._forward))
-            self._undo.append(patch(self._engine, "backward")(self._backward))
-            self._undo.append(patch(self._engine, "step")(self._engine_step))
+            wrapped = {"forward": self._forward, "backward": self._backward, "step": self._engine_step}
+            wrapped |= dict.fromkeys(("eval", "train"), self._change_mode)
+            self._undo += [patch(self._engine, name)(method) for name, method in wrapped.items()]
             optimizer = getattr(self._engine, "optimizer", None)
             if getattr(optimizer, "step", None) is not None:
                 self._undo.append(patch(optimizer, "step", is_method=True)(self._optimizer_step))
@@ -212,6 +213,14 @@ class Meter:
         self._evaluation_begins()
         result = original(*args, **kwargs)
         self._evaluation_continues()
+        return result
+
+    def _change_mode(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Have evaluation mode be part of an evaluation interval, as a loader's workers start and end there."""
+        was_training = self._engine.module.training
+        result = original(*args, **kwargs)
+        if was_training != self._engine.module.training:
+            (self._evaluation_begins if was_training else self._evaluation_continues)()
         return result
 
     def _evaluation_begins(self) -> None:
@@ -329,7 +338,7 @@ class Meter:
             return
         self._module_hooked = True
         before = self._engine.module.register_forward_pre_hook(self._on_module_input, with_kwargs=True)
-        after = self._engine.module.register_forward_hook(self._on_module_output)
+        after = self._engine.module.register_forward_hook(lambda *_: self._evaluation_continues())
         self._undo += [before.remove, after.remove]
 
     def _on_module_input(self, _module: Any, args: Any, kwargs: Any) -> None:
@@ -342,19 +351,13 @@ class Meter:
             self._note_unproven((args, kwargs))
             self._evaluation_begins()
 
-    def _on_module_output(self, *_: Any) -> None:
-        if not self._in_forward and not self._is_training():
-            self._evaluation_continues()
-
     def _on_pipeline_input(self, module: Any, args: Any, kwargs: Any) -> None:
         if module.training:
             self._step.passes_back += 1
             self._count(*self._fed_sizes((args, kwargs)))
 
     def _is_training(self) -> bool:
-        import torch
-
-        if not torch.is_grad_enabled():
+        if not sys.modules["torch"].is_grad_enabled():
             return False
         if self._engine.module.training:
             self._trains_in_eval_mode = False
@@ -362,9 +365,7 @@ class Meter:
 
     def _note_unproven(self, batch: Any) -> None:
         """Record an input in eval mode with gradients: counts as evaluation unless a backward pass follows."""
-        import torch
-
-        if torch.is_grad_enabled():
+        if sys.modules["torch"].is_grad_enabled():
             self._unproven = self._size_of(batch)
 
     def _prove_training(self) -> None:
@@ -449,7 +450,6 @@ class Meter:
             forget_shapes(self._engine)
             self._memory.restart()
             return  # it is part of no trial
-        skipped_before = state.skipped
         state.skipped += skipped
         state.steps += not skipped
         seconds = {"forward": 0.0, "backward": 0.0, "step": 0.0, "batch": 0.0}
@@ -473,7 +473,7 @@ class Meter:
                 rss_bytes=peaks.resident,
                 evaluation_s=step.evaluation_s,
                 skipped=skipped,
-                skipped_before=skipped_before,
+                skipped_before=state.skipped - skipped,
                 elements=step.fed.elements * sequence_shards(self._engine),
                 elements_are_tokens=step.fed.are_tokens,
                 steps_completed=self._steps_completed(),
