@@ -376,9 +376,13 @@ def _batch_differs(facts: LaunchFacts) -> Verdict | None:
                 "name its option: --arg-mapping train_micro_batch_size_per_gpu=--OPTION"
             ),
         )
+    followed = any(step.observed_micro_batch == facts.micro_batch for step in facts.of(StepMeasured))
     message = (
         f"the config says train_micro_batch_size_per_gpu {facts.micro_batch}, but the script fed batches of {observed}"
-        f": it takes its batch size from somewhere else than {config}. Make it read the config, or name its own "
+    ) + (
+        ", too: it changes its batch size during training. Tune it with one size, the largest that it trains with"
+        if followed
+        else f": it takes its batch size from somewhere else than {config}. Make it read the config, or name its own "
         "option: --arg-mapping train_micro_batch_size_per_gpu=--OPTION"
     )
     return Verdict(outcome=Outcome.INVALID_CONFIG, message=message)

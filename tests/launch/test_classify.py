@@ -305,6 +305,9 @@ def test_a_differing_batch_is_told_with_both_numbers_and_the_remedy() -> None:
     assert "train_micro_batch_size_per_gpu 4" in message
     assert "batches of 8" in message
     assert "--arg-mapping" in message
+    growing = classify(with_batches(4, 4, 4, 8, 8)).message
+    assert "batches of 8, too: it changes its batch size during training" in growing
+    assert "--arg-mapping" not in growing
 
 
 @pytest.mark.parametrize("batch", [8, 2])
