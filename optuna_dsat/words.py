@@ -229,7 +229,7 @@ def steps_in_words(
 
     Args:
         skipped: Steps that the loss scaler skipped.
-        variation: By how much inputs vary in size: largest minus smallest per sample, relative to their mean.
+        variation: Of the size of inputs per sample: largest minus smallest, relative to their mean.
         metrics: Metrics of the steps that count.
         left_out: Share of their time that is not counted as it passes in occasional evaluation.
         user_metrics: Metrics of the user's config, with which they are compared; None for no comparison.
@@ -241,7 +241,7 @@ def steps_in_words(
         remarks.append(f"{left_out:.0%} of the steps' time is left out: evaluation or generation between some of them")
     if variation:
         speeds = [metric_in_words(name, metrics[name]) for name in PER_ELEMENT if name in metrics]
-        remarks.append(": ".join([f"inputs vary in size by {variation:.0%} from step to step", *speeds[:1]]))
+        remarks.append(": ".join([f"inputs of a sample vary by {variation:.0%} from step to step", *speeds[:1]]))
     return "; ".join(filter(None, [*remarks, _sizes_in_words(metrics, user_metrics or {})]))
 
 

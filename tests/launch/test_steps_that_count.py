@@ -250,4 +250,4 @@ def test_a_launch_says_that_its_inputs_vary() -> None:
     end = RankFinished(rank=0, time=9.0, reason="profile_done", steps=4)
     facts = facts_of("", "", slots=1, micro_batch=4)
     verdict = classify(replace(facts, events={0: [*steps, end]}))
-    assert verdict.message == "measured to step 4; inputs vary in size by 67% from step to step: 4,000 tokens/s"
+    assert verdict.message == "measured to step 4; inputs of a sample vary by 67% from step to step: 4,000 tokens/s"

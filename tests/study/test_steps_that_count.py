@@ -95,7 +95,7 @@ def test_every_record_of_a_study_counts_the_same_steps_and_every_view_says_so(
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Steps: ")]
     assert line.startswith(
         "Steps: 2 steps skipped by the loss scaler, not counted; 14% of the steps' time is left out: evaluation or "
-        "generation between some of them; inputs vary in size by 40% from step"
+        "generation between some of them; inputs of a sample vary by 40% from step"
     )
     assert metric_in_words("tokens_per_s", result.metrics["tokens_per_s"]) in line
     winner = bench.study().trials[result.trial]
