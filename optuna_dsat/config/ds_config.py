@@ -40,7 +40,7 @@ MICRO_BATCH_CAP = 2**16
 BATCH_KEYS = (TRAIN_BATCH, MICRO_BATCH, GRADIENT_ACCUMULATION)
 _AUTOTUNING = "autotuning"
 
-_ZERO_ALIASES = {
+ZERO_ALIASES = {
     "prefetch_bucket_size": "stage3_prefetch_bucket_size",
     "param_persistence_threshold": "stage3_param_persistence_threshold",
     "model_persistence_threshold": "stage3_model_persistence_threshold",
@@ -81,7 +81,7 @@ def zero_section(config: Mapping[str, Any]) -> dict[str, Any]:
     section = config.get(ZERO) or {}
     if isinstance(section, bool):
         return {"stage": 1, "allgather_bucket_size": config.get("allgather_size", 500_000_000)}
-    zero = {_ZERO_ALIASES.get(key, key): value for key, value in section.items() if value is not None}
+    zero = {ZERO_ALIASES.get(key, key): value for key, value in section.items() if value is not None}
     pin = zero.pop("cpu_offload_use_pin_memory", None)
     for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
         if zero.pop(old, None) is True and new not in zero:

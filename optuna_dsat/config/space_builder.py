@@ -60,14 +60,9 @@ _SHARED_GROUPS = 10
 _GROUP_UNIT = 1_000_000
 _FEWER = 10
 """Ratio of a size to the only smaller choice where knobs that need a permission are searched."""
-_LEGACY = MappingProxyType({
-    "cpu_offload": OFFLOAD_OPTIMIZER,
-    "cpu_offload_param": OFFLOAD_PARAM,
-    "prefetch_bucket_size": "stage3_prefetch_bucket_size",
-    "param_persistence_threshold": "stage3_param_persistence_threshold",
-    "max_live_parameters": "stage3_max_live_parameters",
-    "max_reuse_distance": "stage3_max_reuse_distance",
-})  # fmt: skip
+_LEGACY = {"cpu_offload": OFFLOAD_OPTIMIZER, "cpu_offload_param": OFFLOAD_PARAM} | {
+    old: name for old, name in configs.ZERO_ALIASES.items() if name in KNOB_OF
+}
 """Deprecated spelling of a knob, which DeepSpeed accepts -> the knob; overlays remove it if they set the knob."""
 
 
