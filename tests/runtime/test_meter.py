@@ -314,20 +314,18 @@ def test_evaluation_between_steps_is_recorded_apart(fed: str) -> None:
     if fed == "module":
         bench.engine.module.forward = slow(bench)
     bench.clock.time += 5.0  # training data
-    left = bench.engine if fed == "engine" else bench.engine.module
-    left.eval()
+    fed_to = bench.engine if fed == "engine" else bench.engine.module
+    fed_to.eval()
+    bench.clock.time += 7.0  # start of the evaluation loader's workers
     for _ in range(3):
-        if fed == "engine":
-            bench.engine(torch.ones(64, 2))  # takes 1 s
-        else:
-            bench.engine.module(torch.ones(64, 2))
+        fed_to(torch.ones(64, 2))  # takes 1 s by the engine
         bench.clock.time += 10.0  # evaluation data
-    left.train()
+    fed_to.train()
     bench.micro_step()
     first, second = bench.steps
-    forward_s, data_s = (1.0, 3 * 10.0) if fed == "engine" else (2.0, 2 * 10.0)  # up to train(), or the last forward
-    assert (first.evaluation_s, second.evaluation_s) == (0.0, data_s + 3 * forward_s)
-    assert second.latency_s == 5.0 + 3 * (10.0 + forward_s) + 3.25
+    forward_s, start_s = (1.0, 7.0) if fed == "engine" else (2.0, 0.0)
+    assert (first.evaluation_s, second.evaluation_s) == (0.0, start_s + 2 * 10.0 + 3 * forward_s)
+    assert second.latency_s == 5.0 + 7.0 + 3 * (10.0 + forward_s) + 3.25
     assert second.samples == 4
 
 

@@ -3,7 +3,7 @@
 A step ends at a gradient-accumulation boundary. Steps are counted here, from 1. Steps that the loss scaler skipped are
 recorded but not counted: the launch runs an additional step for each, up to ``MOST_SKIPPED_STEPS``. Forward passes in
 evaluation mode or without gradients do not count as training; their time between the phases is recorded separately,
-with that of evaluation mode around them.
+from the start of evaluation mode to the last of them.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class Meter:
                 self._undo.append(patch(self._engine, "eval_batch")(self._evaluate))
         else:
             wrapped = {"forward": self._forward, "backward": self._backward, "step": self._engine_step}
-            wrapped |= dict.fromkeys(("eval", "train"), self._change_mode)
+            wrapped["eval"] = wrapped["train"] = self._leave_training
             self._undo += [patch(self._engine, name)(method) for name, method in wrapped.items()]
             optimizer = getattr(self._engine, "optimizer", None)
             if getattr(optimizer, "step", None) is not None:
@@ -215,12 +215,12 @@ class Meter:
         self._evaluation_continues()
         return result
 
-    def _change_mode(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Have evaluation mode be part of an evaluation interval, as a loader's workers start and end there."""
+    def _leave_training(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Have an evaluation interval begin before its first forward: a loader's workers may start before that."""
         was_training = self._engine.module.training
         result = original(*args, **kwargs)
-        if was_training != self._engine.module.training:
-            (self._evaluation_begins if was_training else self._evaluation_continues)()
+        if was_training and not self._engine.module.training:
+            self._evaluation_begins()
         return result
 
     def _evaluation_begins(self) -> None:
