@@ -236,7 +236,7 @@ class _Model:
         sizes = ("head_dim", "d_kv") if family.grouped or family.kind == "encoder-decoder" else ()
         width = family.head_dim or reader.maybe(*sizes)
         if self.hidden % self.heads and width is None and not reader.missing:
-            raise UsageError(f"The model: hidden_size is {self.hidden}, no multiple of its {self.heads} heads.")
+            raise UsageError(f"The model: hidden_size is {self.hidden}, not divisible by the heads, {self.heads}.")
         default = family.head_dim or max(1, self.hidden // self.heads)
         self.head_dim = reader.size(*sizes, default=default)
         if kind == "falcon" and not reader.flag("new_decoder_architecture", default=False):

@@ -216,7 +216,7 @@ BAD: dict[str, tuple[str, str]] = {
     "negative": ('{"model_type": "gpt2", "n_embd": -1}', "n_embd is -1; it must be a whole number"),
     "heads": (
         '{"model_type": "gpt2", "n_embd": 100, "n_head": 7, "n_layer": 1, "vocab_size": 10, "n_positions": 8}',
-        "hidden_size is 100, no multiple of its 7 heads",
+        "hidden_size is 100, not divisible by the heads, 7",
     ),
     "list": ("[]", "is not a JSON object"),
     "no-json": ("{", "is not JSON"),
