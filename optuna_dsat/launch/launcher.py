@@ -441,8 +441,9 @@ def _changes_for(launch: Launch, request: LaunchRequest) -> Mapping[str, Any] | 
         return None
     changes = live_changes(running.ds_config, request.ds_config)
     held = request.command.batch_source.get("kind") == "held"  # the script makes its batches whatever the config says
-    if held and changes and MICRO_BATCH in changes and launch.log.micro_batches != {changes[MICRO_BATCH]}:
-        return None
+    fed = launch.log.micro_batches if held else set()
+    if len(fed) > 1 or (held and changes and fed != {changes.get(MICRO_BATCH, *fed)}):
+        return None  # the next steps have other batches
     return changes
 
 

@@ -407,7 +407,7 @@ def measurement_in_words(trial: FrozenTrial, *, metrics: Mapping[str, float], us
     facts = {**attributes.step_facts(trial), "metrics": metrics}
     words = steps_in_words(**facts, user_metrics=user_metrics)
     if facts["variation"]:
-        words += "; only configurations of one batch size were measured on the same data"
+        words += "; only launches of their own at one batch size were measured on the same data"
     return f"Steps: {words}." if words else ""
 
 

@@ -239,6 +239,8 @@ def test_batches_that_the_script_makes_are_continued_only_where_all_have_the_siz
     wanted = replace(wanted, command=replace(wanted.command, batch_source={"kind": "held"}))
     running: Any = SimpleNamespace(request=profile, log=SimpleNamespace(micro_batches=fed))
     assert (_changes_for(running, wanted) == {"train_micro_batch_size_per_gpu": 4}) is continues
+    running.request = wanted  # at the same size, the first steps of each launch have the same batches
+    assert (_changes_for(running, wanted) == {}) is (len(fed) == 1)
 
 
 def test_out_of_memory_ends_the_launch_and_counts(run: Run) -> None:
