@@ -100,7 +100,7 @@ class DeepSpeedHook:
         self._batch_sources = BatchSources(
             micro_batch=self._config.micro_batch,
             follow=plan.batch_source,
-            fed=lambda: state.trained,
+            fed=lambda: state.fed - state.allocation_failures,
             repeat=plan.measures,
             noting=plan.purpose == "profile",
             outputs=Path(plan.trackers_dir) / "hydra" if plan.trackers_dir else None,

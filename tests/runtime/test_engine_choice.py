@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections.abc import Sequence
 
 import pytest
+import torch
 
 from optuna_dsat.runtime.events import EngineReady, StepMeasured
 from optuna_dsat.runtime.imports import patch
 from optuna_dsat.runtime.measure.engine import OtherEngine
+from tests.harness.meter import Engine as MeteredEngine
+from tests.harness.meter import MeterBench
 from tests.harness.ranks import Starter, WarmRanks
 
 RANKS = (0, 1)
@@ -95,3 +100,13 @@ def test_an_engine_that_is_built_by_its_class_has_the_trials_config_and_is_measu
         assert engine.zero_stage == 2
         assert {step.observed_micro_batch for step in launch.of(StepMeasured, rank)} == {3}
     assert "trained to its end" not in launch.log("stdout")
+
+
+def test_a_copy_of_the_module_is_made_and_not_measured() -> None:
+    """A moving average of the parameters failed the script, as hooks had the process groups of the engine copied."""
+    bench = MeterBench(MeteredEngine)
+    bench.engine.group = threading.Lock()  # like a process group, it cannot be copied
+    average = copy.deepcopy(bench.engine.module)
+    average(torch.ones(64, 2))
+    bench.micro_step()
+    assert (bench.steps[0].samples, bench.steps[0].observed_micro_batch) == (4, 4)

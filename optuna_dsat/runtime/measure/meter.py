@@ -78,11 +78,6 @@ class RankState:
         """Return whether a launch up to ``last_step`` ends here."""
         return self.steps >= last_step or self.skipped >= MOST_SKIPPED_STEPS
 
-    @property
-    def trained(self) -> int:
-        """Number of training inputs that fit in memory."""
-        return self.fed - self.allocation_failures
-
     def restart(self) -> None:
         """Forget what is counted per trial."""
         self.steps = self.skipped = self.allocation_failures = self.host_allocation_failures = 0
@@ -177,6 +172,10 @@ class Meter:
         self._end_observation: Callable[[], None] | None = None
         """Ends the current observation of a whole micro-batch; None outside of such an observation."""
         self._undo: list[Callable[[], None]] = []
+
+    def __deepcopy__(self, _: Any) -> Meter:
+        """Return itself: a script may copy the module with its hooks, for a moving average of the parameters."""
+        return self
 
     def attach(self) -> None:
         """Start measuring; the first step's latency counts from this call."""
@@ -341,8 +340,8 @@ class Meter:
         after = self._engine.module.register_forward_hook(lambda *_: self._evaluation_continues())
         self._undo += [before.remove, after.remove]
 
-    def _on_module_input(self, _module: Any, args: Any, kwargs: Any) -> None:
-        if self._in_forward:
+    def _on_module_input(self, module: Any, args: Any, kwargs: Any) -> None:
+        if self._in_forward or module is not self._engine.module:
             return
         if self._is_training():
             self._close_evaluation()
