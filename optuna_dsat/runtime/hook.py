@@ -24,7 +24,7 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.adapt.accelerate import how_to_train_with_deepspeed, join_ranks
 from optuna_dsat.runtime.adapt.batch_sources import BatchSources
 from optuna_dsat.runtime.adapt.checkpointing import ENGINE_KNOBS, MODEL_KNOBS, CheckpointingError
-from optuna_dsat.runtime.adapt.ranks import join_group, spawn_in_place
+from optuna_dsat.runtime.adapt.ranks import join_group, ranks_in_place
 from optuna_dsat.runtime.adapt.side_effects import (
     disable_checkpoints,
     redirect_accelerates_tensorboard,
@@ -119,7 +119,7 @@ class DeepSpeedHook:
             "torch": self._torch_imported,
             "deepspeed": self._deepspeed_imported,
             "torch.distributed": join_group(rank),
-            "torch.multiprocessing": partial(spawn_in_place, rank=rank, on_spawn=partial(note_fact, starts_ranks=True)),
+            **ranks_in_place(rank, on_spawn=partial(note_fact, starts_ranks=True)),
             "accelerate.state": partial(join_ranks, rank=rank, on_join=partial(note_fact, joins_ranks=True)),
         }
         write, if_failed = self._writer.write, self._state.if_failed.append

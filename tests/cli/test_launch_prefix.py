@@ -235,6 +235,7 @@ def test_a_command_without_a_launcher_is_tuned_in_one_process(
         "from pytorch_lightning.cli import LightningCLI\n",
         "import torch.multiprocessing as mp\nmp.spawn(print, nprocs=8)\n",
         "import torch\ntorch.multiprocessing.spawn(print, nprocs=8)\n",
+        "import multiprocessing as mp\nfor i in range(8):\n    mp.Process(target=print, args=({'RANK': i},))",
         "from package import start\n",
     ],
 )

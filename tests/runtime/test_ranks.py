@@ -10,14 +10,23 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from optuna_dsat.runtime.adapt.ranks import bind_cores, default_local_rank, join_group, spawn_in_place, with_local_rank
+from optuna_dsat.runtime.adapt.ranks import (
+    bind_cores,
+    default_local_rank,
+    join_group,
+    processes_in_place,
+    spawn_in_place,
+    with_local_rank,
+)
 from optuna_dsat.runtime.events import EngineReady, RankFinished, StepMeasured
 from optuna_dsat.runtime.rank import CORES_ENV
 from tests.harness.ranks import Starter, WarmRanks, rank_of
@@ -310,13 +319,45 @@ def _another_error(_: int) -> None:
     raise ValueError("another")
 
 
+def test_processes_that_train_run_in_place_and_others_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    group: Any = ModuleType("torch.distributed")
+    group.init_process_group = joined = None
+    monkeypatch.setitem(sys.modules, "torch.distributed", group)
+    for name in ("start", "join"):  # restored after the test
+        monkeypatch.setattr(BaseProcess, name, getattr(BaseProcess, name))
+    context = get_context("fork")
+    ran: list[Any] = []
+
+    def train(rank: int, *, ranks: int) -> None:
+        if joined is group.init_process_group:  # in place
+            ran.append((rank, ranks, os.getpid()))
+        else:
+            group.init_process_group(rank)
+        os._exit(1) if os.getpid() != tester else None
+
+    tester = os.getpid()
+    processes_in_place(SimpleNamespace(BaseProcess=BaseProcess), rank=RANK, on_spawn=lambda: ran.append("noted"))
+    for count in (2, 3):
+        helper = context.Process(target=ran.append, args=("apart",))
+        ranks = [context.Process(target=train, args=(rank,), kwargs={"ranks": count}) for rank in range(count)]
+        for process in (helper, *ranks):
+            process.start()
+        helper.join()
+        with nullcontext() if count == 2 else pytest.raises(ValueError, match=r"starts 3 processes by .*trial 3 "):
+            ranks[0].join()
+            ranks[1].join()
+            assert [process.exitcode for process in (helper, *ranks)] == [0, 0, 0]
+        assert ran == ["noted", (1, 2, tester)]
+
+
 @pytest.mark.torchrun
-def test_each_rank_runs_its_share(tmp_path: Path, warm_ranks: WarmRanks) -> None:
+@pytest.mark.parametrize("started_by", [(), ("Process",)])
+def test_each_rank_runs_its_share(tmp_path: Path, warm_ranks: WarmRanks, started_by: tuple[str, ...]) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     overlay = {"train_batch_size": None, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 1}
-    launch = Starter(tmp_path).torchrun("spawned.py", port, overlay=overlay, warm=warm_ranks)
+    launch = Starter(tmp_path).torchrun("spawned.py", port, *started_by, overlay=overlay, warm=warm_ranks)
     assert launch.exit_code == 0, launch.output + launch.log("stderr")
     for rank in (0, 1):
         engine = launch.of(EngineReady, rank)[0]

@@ -22,6 +22,7 @@ from optuna_dsat.script.command.launch_command import LaunchCommand, read_comman
 from tests.harness.interceptor import stand_in_for_torch
 
 TORCHRUN = "torchrun --nproc_per_node 2 train.py --lr 3"
+RANKS = "import deepspeed, os, subprocess, sys\nfor i in range(2):\n"
 LAUNCH = LaunchCommand(script="train.py", args=("--lr", "3"), ranks=2, launcher="torchrun", is_wrapped=True)
 
 
@@ -145,6 +146,10 @@ def test_variables_in_front_of_a_command_are_its_own(folder: Path) -> None:
         "from torch.distributed.run import main\nmain(['--nproc_per_node=2', 'train.py', '--lr', '3'])\n",
         "import os\nlr = 3\nos.system(f'bin/START train.py --lr {lr}')\n",
         "import subprocess\nsubprocess.run(['bash', 'bin/START', 'train.py'], check=True)\n",
+        "import deepspeed, os, sys\nif 'RANK' not in os.environ:\n"
+        "    os.execvp('torchrun', ['torchrun', '--nproc_per_node=2', *sys.argv])\ndeepspeed.initialize()\n",
+        f"{RANKS}    subprocess.Popen([sys.executable, 'train.py'], env={{**os.environ, 'RANK': str(i)}})",
+        f"{RANKS}    if os.fork() == 0:\n        os.environ['RANK'] = str(i)\n        deepspeed.initialize()\n",
     ],
 )
 def test_a_python_file_that_starts_a_launcher_comes_to_it(folder: Path, source: str) -> None:
@@ -154,15 +159,27 @@ def test_a_python_file_that_starts_a_launcher_comes_to_it(folder: Path, source: 
     assert starts_launcher(folder / "start.py", cwd=folder)
 
 
+@pytest.mark.parametrize("program", [("start.py",), ("-m", "start")])
 def test_what_deepspeed_sets_as_a_program_imports_it_is_not_its_users(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, program: tuple[str, ...]
 ) -> None:
     monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
     sets = "os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] = os.environ['MODEL'] = '1'"
     (folder / "start.py").write_text(f"import os\n{sets}\nos.system('{TORCHRUN}')\n")
-    result = read(folder, "python", "start.py")
+    result = read(folder, "python", *program)
     assert result is not None
-    assert result.environment == {"MODEL": "1"}
+    assert (result.script, result.ranks, result.environment) == ("train.py", 2, {"MODEL": "1"})
+
+
+def test_ranks_that_a_python_file_starts_by_pythons_command_are_the_launch(folder: Path) -> None:
+    (folder / "own.py").write_text(
+        "import os, subprocess, sys\nfrom torch import distributed\nif sys.argv[1:]:\n"
+        "    distributed.init_process_group()\n"
+        "for i in range(2):\n    env = {**os.environ, 'RANK': str(i), 'WORLD_SIZE': '2'}\n"
+        "    subprocess.Popen([sys.executable, __file__, '--worker'], env=env)\n"
+    )
+    result = read(folder, "python", "own.py")
+    assert result == LaunchCommand(script=f"{folder}/own.py", args=("--worker",), ranks=2, is_wrapped=True)
 
 
 @pytest.mark.parametrize(
@@ -172,6 +189,8 @@ def test_what_deepspeed_sets_as_a_program_imports_it_is_not_its_users(
         "import argparse\nargparse.ArgumentParser().add_argument('--backend', choices=['ddp', 'deepspeed'])\n",
         '"""Run by torchrun --nproc_per_node 2 train.py."""\nimport torch\n',
         "import subprocess\nsubprocess.run(['git', 'rev-parse', 'HEAD'])\n",
+        "import os, subprocess, sys\nsubprocess.run([sys.executable, '-m', 'pip'])\n"
+        "os.environ['RANK'] = os.environ['SLURM_PROCID']\n",
     ],
 )
 def test_a_python_file_that_trains_is_the_script(folder: Path, source: str) -> None:

@@ -29,4 +29,12 @@ def train(rank: int, ranks: int, port: str) -> None:
 
 
 if __name__ == "__main__":
-    mp.spawn(train, args=(2, sys.argv[1]), nprocs=2)  # type: ignore[attr-defined,no-untyped-call]
+    port, *started_by = sys.argv[1:]
+    if started_by:
+        processes = [mp.get_context("spawn").Process(target=train, args=(rank, 2, port)) for rank in range(2)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+    else:
+        mp.spawn(train, args=(2, port), nprocs=2)  # type: ignore[attr-defined,no-untyped-call]

@@ -8,8 +8,8 @@ Fire; an explicit argument takes precedence. For scripts that search ``sys.argv`
 Scripts that set ``os.environ["MASTER_PORT"] = "29500"`` or pass ``init_method="tcp://..."`` are written for launchers
 without a store. Under torchrun, whose store listens elsewhere, they would wait forever: torchrun's settings are used.
 
-For scripts that use ``torch.multiprocessing.spawn``, each rank of a launch runs a single spawned rank. Scripts that
-start themselves again, as to set an environment variable, are measured in the new process.
+For scripts that use ``torch.multiprocessing.spawn`` or ``multiprocessing.Process``, each rank of a launch runs a single
+spawned rank. Scripts that start themselves again, as to set an environment variable, are measured in the new process.
 """
 
 from __future__ import annotations
@@ -40,6 +40,10 @@ _OPTIONS = (LOCAL_RANK, "--local-rank")
 _BY_HAND = re.compile(r"--local_rank(?![\w-])")
 _PLACE = ("MASTER_ADDR", "MASTER_PORT")
 _PYTHON = re.compile("python|pypy")
+_STARTING = ("concurrent", "multiprocessing", "torch")
+"""Packages whose processes, such as workers of data loaders, are not ranks."""
+_TRAINS = 86
+"""Exit code of a process in the place of a rank."""
 RESTARTED_ENV = "OPTUNA_DSAT_RESTARTED"
 """Environment variable of a process that a rank's script has started to run the script again."""
 _RESTART = (LAUNCH_ENV, "PYTHONPATH")
@@ -152,6 +156,14 @@ def join_group(rank: Rank) -> Callable[[Any], None]:
     return distributed_imported
 
 
+def ranks_in_place(rank: Rank, *, on_spawn: Callable[[], None]) -> dict[str, Callable[[Any], None]]:
+    """Return functions, by the module to call them with, that make ranks which the script starts this process."""
+    return {
+        "torch.multiprocessing": functools.partial(spawn_in_place, rank=rank, on_spawn=on_spawn),
+        "multiprocessing.process": functools.partial(processes_in_place, rank=rank, on_spawn=on_spawn),
+    }
+
+
 def spawn_in_place(multiprocessing: Any, *, rank: Rank, on_spawn: Callable[[], None]) -> None:
     """Make spawn functions run only this rank's function, in this process, if ``nprocs`` is the rank count.
 
@@ -166,13 +178,11 @@ def spawn_in_place(multiprocessing: Any, *, rank: Rank, on_spawn: Callable[[], N
             on_spawn()
             fn(rank.local_rank, *args)
             return None
-        processes = "1 process" if nprocs == 1 else f"{nprocs} processes"
-        wrong = f"the script starts {processes} by torch.multiprocessing"
-        refusal = wrong_number(wrong, nprocs, rank.local_world_size)
+        refusal = _of_multiprocessing(nprocs, rank.local_world_size, "torch.multiprocessing")
         try:
             return original(functools.partial(_without_engine, fn, refusal), args, nprocs, *rest, **options)
         except Exception as error:
-            if wrong in str(error):
+            if refusal in str(error):
                 raise ValueError(refusal) from None
             raise
 
@@ -212,20 +222,79 @@ def spawn_in_place(multiprocessing: Any, *, rank: Rank, on_spawn: Callable[[], N
     ).install()
 
 
+def processes_in_place(process: Any, *, rank: Rank, on_spawn: Callable[[], None]) -> None:
+    """Make processes of ``multiprocessing`` that train run only this rank's function, in this process.
+
+    They start as usual and end where they would join the ranks; the script's first ``join`` of one runs the function.
+    """
+    started: dict[Any, functools.partial[Any]] = {}
+
+    @patch(process.BaseProcess, "start")
+    def start(original: Any, self: Any) -> None:
+        function = self._target
+        if function is None or str(getattr(function, "__module__", "")).partition(".")[0] in _STARTING:
+            original(self)
+            return
+        call = functools.partial(function, *self._args, **self._kwargs)
+        self._target = functools.partial(_until_training, function)
+        original(self)
+        started[self] = call
+
+    @patch(process.BaseProcess, "join")
+    def join(original: Any, self: Any, timeout: float | None = None) -> None:
+        original(self, timeout)
+        if self.exitcode != _TRAINS:
+            if self.exitcode is not None:
+                started.pop(self, None)
+            return
+        ranks = [each for each in started if started[each].func is started[self].func]
+        if len(ranks) != rank.local_world_size:
+            raise ValueError(_of_multiprocessing(len(ranks), rank.local_world_size, "multiprocessing.Process"))
+        call = started[ranks[rank.local_rank]]
+        for each in ranks:
+            original(each)
+            each._popen.returncode = 0
+            del started[each]
+        on_spawn()
+        call()
+
+
+def _of_multiprocessing(count: int, ranks: int, name: str) -> str:
+    processes = "1 process" if count == 1 else f"{count} processes"
+    return wrong_number(f"the script starts {processes} by {name}", count, ranks)
+
+
+def _until_training(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Run a process started by the script; end it where it joins the ranks or makes an engine."""
+    _instead_of_training(fn, lambda *_, **__: os._exit(_TRAINS))
+    fn(*args, **kwargs)
+
+
 def _without_engine(fn: Callable[..., Any], refusal: str, index: int, *args: Any) -> None:
     """Run a process spawned by the script; raise if it joins the ranks, where it might wait, or makes an engine."""
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise ValueError(refusal)
 
-    def deepspeed_imported(deepspeed: Any) -> None:
-        deepspeed.initialize = deepspeed.init_distributed = refuse
-
-    def distributed_imported(distributed: Any) -> None:
-        distributed.init_process_group = refuse
-
-    ImportWatch({"deepspeed": deepspeed_imported, "torch.distributed": distributed_imported}).install()
+    _instead_of_training(fn, refuse)
     fn(index, *args)
+
+
+def _instead_of_training(fn: Any, refuse: Callable[..., NoReturn]) -> None:
+    """Replace the functions that start to train, wherever their names were imported to.
+
+    The globals of ``fn`` are of no module in a spawned process.
+    """
+
+    def imported(module: Any) -> None:
+        for name in {"initialize", "init_distributed", "init_process_group"} & vars(module).keys():
+            original = inspect.unwrap(getattr(module, name))
+            modules = [getattr(other, "__dict__", {}) for other in list(sys.modules.values())]
+            for names in (getattr(fn, "__globals__", {}), *modules):
+                if name in names and inspect.unwrap(names[name]) is original:
+                    names[name] = refuse
+
+    ImportWatch({"deepspeed": imported, "torch.distributed": imported}).install()
 
 
 def measure_restarts(script: str) -> None:

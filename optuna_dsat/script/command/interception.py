@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,7 +32,7 @@ from optuna_dsat.runtime.isolation.world import World, plan_apart
 from optuna_dsat.runtime.user_code import called_name, parsed_source
 from optuna_dsat.script.command import interceptor
 from optuna_dsat.script.command.preparation import Prepared, keep_prepared, until_exit
-from optuna_dsat.script.command.source import imported_modules
+from optuna_dsat.script.command.source import imported_modules, module_file, numbers_ranks
 from optuna_dsat.secrecy.references import without_secrets
 
 REMEDY = "Name the script and its config instead: optuna-dsat METHOD SCRIPT CONFIG -- ARGUMENTS."
@@ -215,16 +216,24 @@ def count_launches(words: Sequence[str], *, cwd: Path, script: str = "") -> int:
 
 
 def starts_launcher(file: Path, *, cwd: Path) -> bool:
-    """Whether a Python file starts a launcher, perhaps by a shell script, and does not itself train with DeepSpeed."""
+    """Whether a Python file starts a launcher, perhaps by a shell script, or ranks by Python's command.
+
+    A script that itself trains may name a launcher in a comment: it is launched if it names itself in the command.
+    """
     try:
         tree = parsed_source(file)
     except (OSError, SyntaxError, ValueError):
         return False
     nodes = list(ast.walk(tree))
     called = {called_name(node) for node in nodes if isinstance(node, ast.Call)}
+    if called & {*_STARTERS, "fork"} and numbers_ranks(nodes):
+        lists = [node for node in nodes if isinstance(node, ast.List) and node.elts]
+        return "fork" in called or any("sys.executable" in ast.unparse(node.elts[0]) for node in lists)
     if "initialize" in called:
-        return False
-    if set(imported_modules(nodes)) & set(interceptor.MODULES):
+        commands = [node for node in nodes if isinstance(node, ast.Call | ast.Assign)]
+        restarts = [node for node in commands if re.search(r"\b(__file__|sys\.argv)\b", ast.unparse(node))]
+        nodes = [node for restart in restarts for node in ast.walk(restart) if isinstance(node, ast.List | ast.Tuple)]
+    elif set(imported_modules(nodes)) & set(interceptor.MODULES):
         return True
     return bool(called & _STARTERS) and any(_names_launcher(node, cwd=cwd) for node in nodes)
 
@@ -272,7 +281,9 @@ def intercept(
         folder = Path(made)
         record = folder / "launch.json"
         _install_interceptor(folder, python or sys.executable)
-        starts_another = any(word.endswith(".py") and starts_launcher(cwd / word, cwd=cwd) for word in words)
+        files = [cwd / word for word in words if word.endswith(".py")]
+        modules = (module_file(word, cwd, python=python) for before, word in pairwise(words) if before == "-m")
+        starts_another = any(starts_launcher(file, cwd=cwd) for file in (*files, *filter(None, modules)))
         environ = {
             **os.environ,
             interceptor.RECORD: str(record),

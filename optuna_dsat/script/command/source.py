@@ -179,7 +179,27 @@ def _names(node: ast.AST) -> Iterator[str]:
 def _spawns(nodes: Sequence[ast.AST], imported: Sequence[str]) -> bool:
     called = {called_name(node) for node in nodes if isinstance(node, ast.Call)}
     uses = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute) and node.attr == "multiprocessing"}
-    return bool(called & _SPAWNERS) and any(name.startswith("torch.multiprocessing") for name in (*imported, *uses))
+    if called & _SPAWNERS and any(name.startswith("torch.multiprocessing") for name in (*imported, *uses)):
+        return True
+    multiprocessing = any(name.removeprefix("torch.").startswith("multiprocessing") for name in (*imported, *uses))
+    return multiprocessing and "Process" in called and numbers_ranks(nodes)
+
+
+def numbers_ranks(nodes: Iterable[ast.AST]) -> bool:
+    """Whether code computes the ``RANK`` of an environment or process group, as for each process that it starts."""
+    values: list[ast.expr | None] = []
+    for node in nodes:
+        if isinstance(node, ast.Assign):
+            keys = [target.slice for target in node.targets if isinstance(target, ast.Subscript)]
+            values += [node.value for key in keys if isinstance(key, ast.Constant) and key.value == "RANK"]
+        elif isinstance(node, ast.Dict):
+            keyed = zip(node.keys, node.values, strict=True)
+            values += [value for key, value in keyed if isinstance(key, ast.Constant) and key.value == "RANK"]
+        elif isinstance(node, ast.Call):
+            name = "rank" if called_name(node) == "init_process_group" else "RANK"
+            values += [keyword.value for keyword in node.keywords if keyword.arg == name]
+    computed = [ast.unparse(value) for value in values if value is not None and not isinstance(value, ast.Constant)]
+    return any("env" not in text for text in computed)  # a variable of another launcher
 
 
 def _files(
