@@ -137,21 +137,6 @@ def test_our_defaults_are_deepspeeds() -> None:
             assert ds_config.zero_default(key, stage=stage) == theirs[key], key
 
 
-def test_a_stripped_config_is_one_that_deepspeed_accepts() -> None:
-    model = pytest.importorskip("deepspeed.runtime.zero.config").DeepSpeedZeroConfig
-    raw = {
-        "train_micro_batch_size_per_gpu": [1, 2],
-        "zero_optimization": {"stage": [2, 3], "cpu_offload": True, "overlap_comm": "all", "reduce_bucket_size": 5e7},
-        "autotuning": {"enabled": True},
-    }
-    clean = ds_config.effective(raw)
-    assert "autotuning" not in clean
-    assert clean["train_micro_batch_size_per_gpu"] == 1
-    parsed = model(**clean["zero_optimization"])
-    assert (int(parsed.stage), parsed.offload_optimizer.device) == (2, "cpu")
-    assert parsed.reduce_bucket_size == 50_000_000
-
-
 def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     target = tmp_path / "best.json"
     ds_config.write_json_atomic(target, {"a": 1})

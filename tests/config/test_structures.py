@@ -10,8 +10,9 @@ from optuna_dsat.config.structures import GUIDE_ORDER, STRUCTURES, Structure
 
 WORDS = {
     "ZeRO 0": {},
-    "ZeRO 2": {"stage": 2, "offload_optimizer": {"device": "none"}, "offload_param": None},
+    "ZeRO 2": {"stage": 2.0, "offload_optimizer": {"device": "none"}, "offload_param": None},
     "ZeRO 2 + optimizer offload": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
+    "ZeRO 3": {"stage": 3, "offload_optimizer": {"device": "auto"}, "offload_param": {"device": "auto"}},
     "ZeRO 3 + parameter offload to NVMe and optimizer offload": {
         "stage": 3,
         "offload_optimizer": {"device": "cpu"},
@@ -36,12 +37,3 @@ def test_a_structure_is_read_back_from_its_section() -> None:
 
 def test_the_guides_order_is_a_part_of_the_order_by_memory() -> None:
     assert [structure for structure in STRUCTURES if structure in GUIDE_ORDER] == list(GUIDE_ORDER)
-
-
-def test_a_stage_that_is_a_float_is_shown_as_a_number() -> None:
-    assert Structure.of({"zero_optimization": {"stage": 2.0}}).words == "ZeRO 2"
-
-
-def test_an_offload_to_auto_counts_as_none() -> None:
-    zero = {"stage": 3, "offload_optimizer": {"device": "auto"}, "offload_param": {"device": "auto"}}
-    assert Structure.of({"zero_optimization": zero}) == Structure(stage=3)
