@@ -11,6 +11,7 @@ import pytest
 
 from optuna_dsat.launch.launcher import TorchrunLauncher, local_launcher
 from optuna_dsat.launch.machine.devices import cpu_devices
+from optuna_dsat.launch.machine.host import own_folder
 from tests.harness.launches import DS_CONFIG, request, updates_until_finished
 from tests.harness.nvml_machine import machine, nvml_libraries
 
@@ -29,6 +30,14 @@ def launch_tmp() -> Iterator[Path]:
     """Return the launches' folder for temporary files, with a name that is short enough for sockets."""
     with tempfile.TemporaryDirectory() as made:
         yield Path(made)
+
+
+@pytest.fixture
+def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of clean-up journals, which are those of this test and its child processes alone."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    return own_folder("launches")
 
 
 @pytest.fixture

@@ -49,8 +49,8 @@ from pathlib import Path
 from optuna_dsat.launch.machine.journal import TunerNotes
 from optuna_dsat.launch.machine.processes import MARK_ENV, new_mark
 from optuna_dsat.runtime.adapt.journal import note
-folder, made = Path(sys.argv[1]), Path(sys.argv[2])
-notes = TunerNotes(made, folder=folder)
+made = Path(sys.argv[1])
+notes = TunerNotes(made)
 record = notes.begin()
 (made / "temporary").mkdir(parents=True)
 (made / "trial-0000").mkdir()
@@ -76,20 +76,14 @@ notes.close()
 
 
 @pytest.fixture
-def notes(tmp_path: Path) -> Path:
-    (tmp_path / "notes").mkdir()
-    return tmp_path / "notes"
-
-
-@pytest.fixture
 def environ(tmp_path: Path) -> dict[str, str]:
     return {"TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
 
 
 @pytest.fixture
-def tuner(notes: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def tuner(notes: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:  # noqa: ARG001 - where it has its journal
     with subprocess.Popen(
-        [sys.executable, "-c", TUNER, str(notes), str(tmp_path / "made")],
+        [sys.executable, "-c", TUNER, str(tmp_path / "made")],
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -110,16 +104,16 @@ def test_what_a_killed_tuner_left_is_removed(
 ) -> None:
     (rank, shared), made = rank_of(tuner), tmp_path / "made"
     assert all(path.exists() for path in shared)
-    remove_leftovers(environ, notes=notes)
+    remove_leftovers(environ)
     assert not ended(rank), "its tuner lives"
     assert (made / "temporary").is_dir()
-    assert not any_gone(notes)
+    assert not any_gone()
     tuner.kill()
     tuner.wait()
-    assert any_gone(notes)
+    assert any_gone()
     with (made / "trial-0000" / f".command.json.{tuner.pid}").open("w") as written:
         fcntl.flock(written, fcntl.LOCK_EX)
-        removed = remove_leftovers(environ, notes=notes)
+        removed = remove_leftovers(environ)
     wait_until(lambda: ended(rank), what="its rank is gone")
     assert (removed["folders"], removed["partial_files"]) == (1, 1)
     assert "1 temporary folder, 1 partly written file" in removed_in_words(removed)
@@ -127,7 +121,7 @@ def test_what_a_killed_tuner_left_is_removed(
     assert not (made / "temporary").exists()
     left = sorted(path.name for path in (made / "trial-0000").iterdir())
     assert left == [f".command.json.{tuner.pid}", ".launch.json.1"], "others write them, one on another machine"
-    assert list(notes.iterdir()) == []
+    assert not notes.exists()
 
 
 def test_a_tuner_that_ends_by_itself_leaves_no_notes(tuner: subprocess.Popen[str], notes: Path) -> None:
@@ -136,7 +130,7 @@ def test_a_tuner_that_ends_by_itself_leaves_no_notes(tuner: subprocess.Popen[str
     tuner.communicate()
     for path in shared:  # this tuner follows no launch, so it removes none of these
         path.unlink(missing_ok=True)
-    assert list(notes.iterdir()) == []
+    assert not notes.exists()
 
 
 @pytest.mark.parametrize(
@@ -151,7 +145,7 @@ def test_another_container_keeps_its_notes(notes: Path, space: str, left_alone: 
     (notes / "one").mkdir()
     (notes / "one.lock").touch()
     (notes / "one" / "tuner").write_text(json.dumps({"pid": 1, "space": space, "output_dir": "/nowhere"}))
-    with gone_tuners(notes) as result:
+    with gone_tuners() as result:
         assert [tuner.pid for tuner in result] == ([] if left_alone else [None])
     assert (notes / "one").exists() is left_alone
 
@@ -223,13 +217,13 @@ def test_the_own_folder_is_nobody_else_s(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_two_claims_do_not_meet(notes: Path, tmp_path: Path) -> None:
-    item, two = TunerNotes(tmp_path, folder=notes), TunerNotes(tmp_path, folder=notes)
+    item, two = TunerNotes(tmp_path), TunerNotes(tmp_path)
     assert item.begin() != two.begin()
     assert item.begin().parent != two.begin().parent
-    assert not any_gone(notes)
+    assert not any_gone()
     item.close()
     two.close()
-    assert list(notes.iterdir()) == []
+    assert not notes.exists()
 
 
 def test_a_launch_that_is_interrupted_as_it_starts_leaves_nothing(

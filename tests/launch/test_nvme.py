@@ -172,8 +172,8 @@ import sys, time
 from pathlib import Path
 from optuna_dsat.launch.machine.journal import TunerNotes
 from tests.launch.test_nvme import on_nvme, swapped, write_run_directory
-here, notes, drive = map(Path, sys.argv[1:])
-record = TunerNotes(here, folder=notes).begin()
+here, drive = map(Path, sys.argv[1:])
+record = TunerNotes(here).begin()
 write_run_directory(swapped(here, on_nvme(drive, offload_optimizer="nvme")), here / "out", leavings=record)
 for folder in drive.iterdir():
     if folder.is_dir():
@@ -183,27 +183,25 @@ time.sleep(600)
 """
 
 
+@pytest.mark.usefixtures("notes")
 def test_what_a_killed_tuner_left_on_nvme_is_removed(tmp_path: Path, drive: Path) -> None:
-    notes = tmp_path / "notes"
-    notes.mkdir()
-    command = [sys.executable, "-c", KILLED, str(tmp_path), str(notes), str(drive)]
+    command = [sys.executable, "-c", KILLED, str(tmp_path), str(drive)]
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as tuner:
         assert tuner.stdout is not None
         assert tuner.stdout.readline() == "ready\n"
         assert len(list(drive.rglob("*.swp"))) == 1
         tuner.send_signal(signal.SIGKILL)
-    remove_leftovers({"TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}, notes=notes)
+    remove_leftovers({"TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")})
     assert [path.name for path in drive.iterdir()] == ["mine"]
 
 
 def test_a_launch_that_never_started_leaves_nothing_on_nvme(tmp_path: Path, drive: Path) -> None:
-    notes = TunerNotes(tmp_path, folder=tmp_path)
-    write_run_directory(
-        swapped(tmp_path, on_nvme(drive, offload_param="nvme")), tmp_path / "out", leavings=notes.begin()
-    )
+    journal = TunerNotes(tmp_path)
+    asked = swapped(tmp_path, on_nvme(drive, offload_param="nvme"))
+    write_run_directory(asked, tmp_path / "out", leavings=journal.begin())
     assert len(list(drive.iterdir())) == 2
-    notes.close()
+    journal.close()
     assert [path.name for path in drive.iterdir()] == ["mine"]
 
 

@@ -104,18 +104,17 @@ def check_daemon(launcher: TorchrunLauncher, cwd: Path, *, end: str) -> None:
 
 
 @pytest.mark.torchrun
-def test_a_daemon_of_a_killed_tuner_is_ended_by_the_next_start(cwd: Path) -> None:
+def test_a_daemon_of_a_killed_tuner_is_ended_by_the_next_start(cwd: Path, notes: Path) -> None:
     environ = {**BASE_ENV, "PYTHONPATH": str(ROOT), "TMPDIR": str(cwd)}
     tuner = subprocess.Popen([sys.executable, "-c", TUNER, str(cwd / "daemon")], env=environ, cwd=cwd)
     pid = daemon_of(cwd / "daemon")
-    notes = cwd / f"optuna-dsat-{os.getuid()}" / "launches"
     wait_until(
         lambda: any(f'"pid": {pid},' in path.read_text() for path in notes.glob("*/*.jsonl")), what="it is noted"
     )
     tuner.kill()
     tuner.wait()
     assert not ended(pid)
-    assert remove_leftovers({"TORCH_EXTENSIONS_DIR": str(cwd)}, notes=notes)["processes"] >= 1
+    assert remove_leftovers({"TORCH_EXTENSIONS_DIR": str(cwd)})["processes"] >= 1
     assert ended(pid)
 
 

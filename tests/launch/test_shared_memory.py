@@ -142,16 +142,16 @@ def test_a_name_that_was_there_before_is_left_whatever_its_file(tmp_path: Path, 
         killed(rank)
 
 
+@pytest.mark.usefixtures("notes")
 def test_a_leftover_of_a_killed_tuner_takes_no_older_file_with_it(tmp_path: Path, names: list[Path]) -> None:
     made, users = names
     old(users)
-    (tmp_path / "notes").mkdir()
     gone = subprocess.Popen(["true"])
     gone.wait()
     text, _, tuner = new_mark().partition(":")
     _, start, place = tuner.split(":", 2)
     rank = mapping(made, users, mark=f"{text}:{gone.pid}:{start}:{place}")
-    remove_leftovers({"TORCH_EXTENSIONS_DIR": str(tmp_path)}, notes=tmp_path / "notes")
+    remove_leftovers({"TORCH_EXTENSIONS_DIR": str(tmp_path)})
     rank.wait()
     wait_until(lambda: not made.exists(), what="what it made is removed")
     assert users.exists()

@@ -52,9 +52,8 @@ _OTHERS_S = 86400.0
 class TunerNotes:
     """Clean-up journal of this process; created for the first launch."""
 
-    def __init__(self, output_dir: Path, *, folder: Path | None = None) -> None:
+    def __init__(self, output_dir: Path) -> None:
         self._output_dir = output_dir
-        self._parent = folder
         self._own: Path | None = None
         self._descriptor: int | None = None  # never closed by garbage collection: launches may outlive this object
         self._count = 0
@@ -62,7 +61,7 @@ class TunerNotes:
     def begin(self) -> Path:
         """Return the file that will list the leftovers of the next launch."""
         if self._own is None:
-            self._own, self._descriptor = _claim(self._parent)
+            self._own, self._descriptor = _claim()
             tuner = {"pid": os.getpid(), "space": process_space(), "output_dir": str(self._output_dir.resolve())}
             (self._own / _TUNER).write_text(json.dumps(tuner), encoding="utf-8")
         self._count += 1
@@ -77,8 +76,7 @@ class TunerNotes:
                 remove_noted(record)
             _remove(self._own)
             os.close(self._descriptor)
-            if self._parent is None:
-                _leave_no_empty_folder(self._own.parent)
+            _leave_no_empty_folder(self._own.parent)
         self._own = self._descriptor = None
 
 
@@ -94,32 +92,31 @@ class GoneTuner:
     """Journal files of its launches."""
 
 
-def any_gone(folder: Path | None = None) -> bool:
+def any_gone() -> bool:
     """Return whether there are journals of tuners that have ended; cheap."""
-    with _gone(folder) as result:
+    with _gone() as result:
         return bool(result)
 
 
 @contextlib.contextmanager
-def gone_tuners(folder: Path | None = None) -> Iterator[tuple[GoneTuner, ...]]:
-    """Yield the locked journals of tuners that have ended, by default in the user's folder; remove them at the end.
+def gone_tuners() -> Iterator[tuple[GoneTuner, ...]]:
+    """Yield the locked journals of tuners that have ended; remove them at the end.
 
     Raises:
         UsageError: If the user's folder cannot be used.
     """
-    with _gone(folder) as result:
+    with _gone() as result:
         yield tuple(result.values())
         for path in result:
             _remove(path)
-        if folder is None and result:
-            _leave_no_empty_folder(own_folder(_FOLDER))
+            _leave_no_empty_folder(path.parent)
 
 
 @contextlib.contextmanager
-def _gone(folder: Path | None) -> Iterator[dict[Path, GoneTuner]]:
+def _gone() -> Iterator[dict[Path, GoneTuner]]:
     """Yield the journals of tuners that have ended by folder, locked against other processes."""
-    parent = own_folder(_FOLDER) if folder is None else folder
-    held = [(path, lock) for path in sorted(parent.glob(f"*{_LOCK}")) if (lock := try_lock(path)) is not None]
+    paths = sorted(own_folder(_FOLDER).glob(f"*{_LOCK}"))
+    held = [(path, lock) for path in paths if (lock := try_lock(path)) is not None]
     try:
         owns = (path.with_suffix("") for path, _ in held)
         yield {place: tuner for place in owns if (tuner := _read(place)) is not None}
@@ -133,10 +130,10 @@ def _leave_no_empty_folder(parent: Path) -> None:
         parent.rmdir()
 
 
-def _claim(parent: Path | None) -> tuple[Path, int]:
+def _claim() -> tuple[Path, int]:
     """Create a journal folder; return it and the descriptor of its lock, which is held."""
     while True:
-        path = (own_folder(_FOLDER) if parent is None else parent) / f"{uuid.uuid4().hex}{_LOCK}"
+        path = own_folder(_FOLDER) / f"{uuid.uuid4().hex}{_LOCK}"
         try:
             path.touch(mode=0o600, exist_ok=False)
         except FileNotFoundError:  # another tuner has just removed the empty folder
@@ -218,7 +215,7 @@ class LeftoverWatch:
                 self.begin()
 
 
-def remove_leftovers(environ: Mapping[str, str], *, notes: Path | None = None) -> Counter[str]:
+def remove_leftovers(environ: Mapping[str, str]) -> Counter[str]:
     """Remove leftovers of this user's ended tuners, and build locks that nobody holds; return their number by kind.
 
     Raises:
@@ -228,7 +225,7 @@ def remove_leftovers(environ: Mapping[str, str], *, notes: Path | None = None) -
     seen = _made_by(find_leftovers())
     removed = Counter(processes=len(kill_leftovers()))
     removed["shared_memory"] = _remove_shared_memory(seen)
-    with gone_tuners(notes) as tuners:
+    with gone_tuners() as tuners:
         for tuner in tuners:
             for record in tuner.records:
                 removed += remove_noted(record)
