@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import hashlib
-import math
 import random
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
-from optuna.samplers import BaseSampler
+from optuna.samplers import BaseSampler, RandomSampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
@@ -162,7 +161,7 @@ class LineageSampler(BaseSampler):
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
-        """Return the planned value of a parameter, or draw a value."""
+        """Return the planned value of a parameter, or draw a value; of knobs that are numbers, as Optuna draws them."""
         self._raise_error_if_multi_objective(study)
         plan: Mapping[str, Any] = trial.system_attrs.get(PLAN_ATTR) or {}
         sizes = micro_batches_of(param_distribution) if param_name == self._name else None
@@ -183,7 +182,8 @@ class LineageSampler(BaseSampler):
                 f"trial.suggest_int({param_name!r}, 1, 1024, log=True)"
             )
         if not isinstance(param_distribution, CategoricalDistribution):
-            return draw(rng, param_distribution)
+            uniform = RandomSampler(seed=rng.getrandbits(32))
+            return uniform.sample_independent(study, trial, param_name, param_distribution)
         history = self._history(study, trial)
         return draw_choice(
             rng,
@@ -405,17 +405,6 @@ def generator(*parts: object) -> random.Random:
     return random.Random(int.from_bytes(digest[:8], "big"))
 
 
-def draw(rng: random.Random, distribution: BaseDistribution) -> Any:
-    """Return a value drawn uniformly, on a logarithmic scale if the distribution is logarithmic."""
-    if isinstance(distribution, CategoricalDistribution):
-        return distribution.choices[rng.randrange(len(distribution.choices))]
-    if isinstance(distribution, IntDistribution):
-        return _draw_int(rng, distribution)
-    if isinstance(distribution, FloatDistribution):
-        return _draw_float(rng, distribution)
-    raise ValueError(f"a distribution must be categorical, int or float, not {distribution!r}")
-
-
 def draw_choice(
     rng: random.Random,
     name: str,
@@ -432,21 +421,3 @@ def draw_choice(
         if left:
             return rng.choice(left)
     return rng.choice(choices)
-
-
-def _draw_int(rng: random.Random, distribution: IntDistribution) -> int:
-    low, high, step = distribution.low, distribution.high, distribution.step
-    if distribution.log:
-        value = math.exp(rng.uniform(math.log(low - 0.5), math.log(high + 0.5)))
-        return min(max(round(value), low), high)
-    return rng.randrange(low, high + 1, step)
-
-
-def _draw_float(rng: random.Random, distribution: FloatDistribution) -> float:
-    low, high, step = distribution.low, distribution.high, distribution.step
-    if distribution.log:
-        return min(max(math.exp(rng.uniform(math.log(low), math.log(high))), low), high)
-    if step is not None:
-        steps = math.floor((high - low) / step + 1e-9)
-        return min(low + rng.randint(0, steps) * step, high)
-    return rng.uniform(low, high)
