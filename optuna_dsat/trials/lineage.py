@@ -378,6 +378,11 @@ def visible_params(trial: FrozenTrial, micro_batch: str = MICRO_BATCH) -> dict[s
     return {**planned, **(trial.system_attrs.get(FIXED_ATTR) or {}), **trial.params}
 
 
+def without_batch(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return params without micro-batch and accumulation steps: the knobs by which the models know a lineage."""
+    return {name: value for name, value in params.items() if name not in (MICRO_BATCH, GRADIENT_ACCUMULATION)}
+
+
 def _plan(trial: FrozenTrial) -> Mapping[str, Any]:
     plan: Mapping[str, Any] = trial.system_attrs.get(PLAN_ATTR) or {}
     return plan

@@ -38,7 +38,7 @@ from optuna_dsat.study.confirm.rounds import Rounds
 from optuna_dsat.study.confirm.words import how_known
 from optuna_dsat.study.stored import StoredStudy
 from optuna_dsat.trials import attributes
-from optuna_dsat.trials.lineage import MICRO_BATCH, visible_params
+from optuna_dsat.trials.lineage import MICRO_BATCH, visible_params, without_batch
 from optuna_dsat.words import bytes_in_words
 
 TOGETHER, REMAINDER = "together", "remainder"
@@ -236,8 +236,7 @@ def explain(
 
 
 def _split(params: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-    knobs = {name: value for name, value in params.items() if name not in (MICRO_BATCH, GRADIENT_ACCUMULATION)}
-    return knobs, int(params[MICRO_BATCH])
+    return without_batch(params), int(params[MICRO_BATCH])
 
 
 def _reverted(planner: GuidedPlanner, winner: Mapping[str, Any], knob: str, value: Any) -> dict[str, Any]:

@@ -12,12 +12,11 @@ from typing import Any
 
 from optuna.trial import FrozenTrial
 
-from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION
 from optuna_dsat.config.knobs import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM
 from optuna_dsat.guided.planner import GuidedPlanner
 from optuna_dsat.metrics import LARGER_IS_BETTER
 from optuna_dsat.trials import attributes
-from optuna_dsat.trials.lineage import MICRO_BATCH, visible_params
+from optuna_dsat.trials.lineage import MICRO_BATCH, visible_params, without_batch
 from optuna_dsat.words import faster_in_words
 
 _WORTH_SAYING = 0.02
@@ -58,8 +57,7 @@ class Situation:
     @cached_property
     def knobs(self) -> dict[str, Any]:
         """The winner's knobs without its batch sizes."""
-        sizes = (MICRO_BATCH, GRADIENT_ACCUMULATION)
-        return {name: value for name, value in visible_params(self.winner).items() if name not in sizes}
+        return without_batch(visible_params(self.winner))
 
     @property
     def size(self) -> int:

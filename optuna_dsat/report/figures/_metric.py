@@ -26,7 +26,16 @@ from optuna_dsat.report.figures._style import (
 )
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.trials import attributes
-from optuna_dsat.trials.lineage import MICRO_BATCH, STRUCTURE, Lineage, group, lineage_key, score, visible_params
+from optuna_dsat.trials.lineage import (
+    MICRO_BATCH,
+    STRUCTURE,
+    Lineage,
+    group,
+    lineage_key,
+    score,
+    visible_params,
+    without_batch,
+)
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -335,7 +344,7 @@ def curves_of(view: StudyView | None) -> tuple[Curve, ...]:
         sizes = planner.problem.sizes[
             np.unique(planner.problem.size_index(np.geomspace(sizes[0], sizes[-1], _MOST_SIZES)))
         ]
-    asked = [(_lineage(trial), int(size)) for trial in chosen for size in sizes]
+    asked = [(without_batch(visible_params(trial)), int(size)) for trial in chosen for size in sizes]
     predicted = iter(planner.predict(view.trials, asked))
     curves = (_curve(trial, [(int(size), next(predicted)) for size in sizes]) for trial in chosen)
     return tuple(curve for curve in curves if curve is not None)
@@ -354,12 +363,6 @@ def _chosen(view: StudyView) -> Sequence[FrozenTrial]:
     return [trial for words, trial in best.items() if words in first or words == users]
 
 
-def _lineage(trial: FrozenTrial) -> Mapping[str, Any]:
-    """Return the knobs by which the models know a lineage."""
-    outside = (MICRO_BATCH, GRADIENT_ACCUMULATION)
-    return {name: value for name, value in visible_params(trial).items() if name not in outside}
-
-
 def _curve(trial: FrozenTrial, predicted: Sequence[tuple[int, Prediction | None]]) -> Curve | None:
     """Return the curve of a trial's lineage by (micro-batch, prediction); None if at most one micro-batch fits."""
     known = [(size, item) for size, item in predicted if item is not None and item.fits >= _FITS]
@@ -371,7 +374,7 @@ def _curve(trial: FrozenTrial, predicted: Sequence[tuple[int, Prediction | None]
     )
     return Curve(
         words=lineage_words([trial]),
-        lineage=lineage_key(_lineage(trial)),
+        lineage=lineage_key(without_batch(visible_params(trial))),
         sizes=tuple(size for size, _ in shown),
         values=value,
         low=low,
