@@ -102,3 +102,12 @@ def test_a_trial_that_is_pruned_before_its_micro_batch_is_no_reason() -> None:
 def test_a_name_is_a_text(name: object) -> None:
     with pytest.raises(ValueError, match="micro_batch must name the micro-batch parameter"):
         BinarySearchSampler(micro_batch=name)  # type: ignore[arg-type]
+
+
+def test_knobs_that_are_numbers_are_drawn_anew_for_each_trial_and_alike_with_a_seed() -> None:
+    def drawn(seed: int) -> list[float]:
+        study = optuna.create_study(sampler=BinarySearchSampler(micro_batch="batch", seed=seed))
+        return [study.ask().suggest_float("lr", 1e-5, 1e-1, log=True) for _ in range(4)]
+
+    assert len({*drawn(0)}) == 4
+    assert drawn(0) == drawn(0) != drawn(1)
