@@ -75,7 +75,6 @@ from optuna_dsat.guided.order import DEFICIT, GAIN_OF_CHECK, first_launched, las
 from optuna_dsat.guided.posterior import DOUBTED_FORMULA, Posterior
 from optuna_dsat.guided.problem import Problem
 from optuna_dsat.guided.run_probability import memory_posterior
-from optuna_dsat.guided.sizes import near_used
 from optuna_dsat.trials import attributes
 from optuna_dsat.trials.failures import structure_failures
 from optuna_dsat.trials.lineage import MICRO_BATCH, agrees, lineage_key
@@ -290,7 +289,7 @@ class GuidedPlanner:
 
     def _choose(self, observations: Observations, samples: int | None, open_rows: Numbers) -> Candidate | None:
         posterior = self._given(observations, samples)
-        rows, sizes, acquisition = self._evaluated(posterior, observations, samples, open_rows)
+        rows, sizes, acquisition = self._evaluated(posterior, open_rows)
         if not len(rows):
             return None
         rows, sizes, acquisition = self._worth_launching(posterior, rows, sizes, acquisition)
@@ -359,7 +358,7 @@ class GuidedPlanner:
         observations, samples = self._observed(trials)
         posterior = self._given(observations, samples)
         open_rows = self._open_rows(observations, {}, structure_failures(trials).avoided)
-        rows, sizes, _ = self._evaluated(posterior, observations, samples, open_rows)
+        rows, sizes, _ = self._evaluated(posterior, open_rows)
         if not len(rows):
             return 0.0
         prospects = posterior.prospects(rows, sizes)
@@ -372,17 +371,14 @@ class GuidedPlanner:
         finished = [trial for trial in trials if trial.state.is_finished()]
         return self.problem.table.observations_of_trials(trials), attributes.data_limit(finished)
 
-    def _evaluated(
-        self, posterior: Posterior, observations: Observations, samples: int | None, rows: Numbers
-    ) -> tuple[Numbers, Numbers, Acquisition]:
+    @staticmethod
+    def _evaluated(posterior: Posterior, rows: Numbers) -> tuple[Numbers, Numbers, Acquisition]:
         """Return the shortlisted and refined configurations of rows, with the acquisition function at each."""
         rows, sizes = posterior.shortlist(rows)
         acquisition = posterior.acquisition(rows, sizes)
         more = posterior.refined(rows, sizes, acquisition.value)
         result = acquisition.joined(posterior.acquisition(*more, over=acquisition.over))
-        rows, sizes = np.concatenate([rows, more[0]]), np.concatenate([sizes, more[1]])
-        new = ~near_used(self.problem, observations, posterior.all_edges, rows, sizes, samples_limit=samples)
-        return rows[new], sizes[new], result.take(new)
+        return np.concatenate([rows, more[0]]), np.concatenate([sizes, more[1]]), result
 
     def _open_rows(
         self, observations: Observations, fixed: Mapping[str, Any], avoided: Sequence[Mapping[str, Any]]

@@ -25,7 +25,15 @@ from optuna_dsat.guided.candidates import Observations, are_simpler, rank_within
 from optuna_dsat.guided.problem import Problem
 from optuna_dsat.guided.residual_gp import CPU_NOISE_SD, NOISE_SD, Points, ResidualGP
 from optuna_dsat.guided.run_probability import RunProbability, memory_posterior, most_informative
-from optuna_dsat.guided.sizes import LEAST_GAIN, lacks_room, largest_size, paying_sizes, raised_means, spread_sizes
+from optuna_dsat.guided.sizes import (
+    LEAST_GAIN,
+    UnusedSizes,
+    lacks_room,
+    largest_size,
+    paying_sizes,
+    raised_means,
+    spread_sizes,
+)
 from optuna_dsat.metrics import LARGER_IS_BETTER
 
 _DEAR = 10.0
@@ -112,10 +120,7 @@ class Posterior:
         self._runs = RunProbability(problem, observations, self._memory)
         self._largest = min(largest_size(problem, observations, samples_limit=samples_limit), self._runs.largest_sound)
         """Largest micro-batch that the dataset allows, within reach of a size that ran and below failing sizes."""
-        used = [(row, size) for row, sizes in observations.used.items() for size in sizes]
-        every = np.array(used, dtype=np.int64).reshape(-1, 2)
-        self._used_keys = every[:, 0] * len(problem.sizes) + problem.size_index(every[:, 1])
-        """For each configuration with a trial: its row times the number of sizes, plus the index of its size."""
+        self._unused = UnusedSizes(problem, observations.used, samples_limit=samples_limit)
         self._fit(measured, formula_error)
 
     def paying_sizes(self, rows: Numbers) -> Numbers:
@@ -367,13 +372,9 @@ class Posterior:
         return np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *map(self._table.neighbours, best)]))
 
     def unused(self, rows: Numbers, wanted: Numbers) -> tuple[Numbers, Numbers]:
-        """Return the distinct permitted rows and micro-batches nearest to the wanted micro-batches, shape (n, k)."""
-        sizes = self._problem.sizes
-        index = self._problem.size_index(wanted)
-        allowed = (sizes[index] < self._runs.smallest_too_large[rows][:, None]) & (sizes[index] <= self._largest)
-        keys = np.unique((rows[:, None] * len(sizes) + index)[allowed])
-        keys = keys[~np.isin(keys, self._used_keys)]
-        return keys // len(sizes), sizes[keys % len(sizes)]
+        """Return the distinct permitted rows and unused micro-batches nearest to the wanted ones, shape (n, k)."""
+        below = np.minimum(self._runs.smallest_too_large[rows], self._largest + 1)
+        return self._unused.nearest(rows, wanted, below=below, edges=self.all_edges)
 
     def refined(self, rows: Numbers, sizes: Numbers, value: Numbers) -> tuple[Numbers, Numbers]:
         """Return more micro-batches around the largest acquisition values, each of a different lineage."""

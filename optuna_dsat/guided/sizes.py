@@ -6,6 +6,7 @@ The limits are the size of the dataset, a factor on the sizes that ran (``REACH`
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
@@ -89,26 +90,51 @@ def _within_data(problem: Problem, samples_limit: int | None) -> int:
     return int(within[-1] if len(within) else problem.sizes[0])
 
 
-def near_used(
-    problem: Problem,
-    observations: Observations,
-    edges: Numbers,
-    rows: Numbers,
-    sizes: Numbers,
-    *,
-    samples_limit: int | None,
-) -> Numbers:
-    """Return a mask of configurations whose micro-batch is close to a trial's, in rows that memory does not limit.
+class UnusedSizes:
+    """Micro-batches without a trial, except those that are too close to a trial's for it to tell anything.
 
     Near the edge of memory close micro-batches tell where it is. Where the dataset ends micro-batches first, a trial
-    has nothing to learn from them, unless the number is rounder. ``edges`` are as of ``Posterior.all_edges``.
+    has nothing to learn from them, unless the number is rounder.
+
+    Args:
+        problem: The search.
+        used: Micro-batches with a trial, by row.
+        samples_limit: Largest number per rank and step that the dataset allows; None if unknown.
     """
-    most, result = _within_data(problem, samples_limit), np.zeros(len(rows), dtype=bool)
-    for row, used in observations.used.items():
-        for size in used if edges[row] >= most else ():
-            rounder = (sizes % _ROUND == 0) & (size % _ROUND > 0)
-            result |= (rows == row) & (np.abs(sizes - size) <= EDGE_WIDTH * size) & ~rounder
-    return result
+
+    def __init__(self, problem: Problem, used: Mapping[int, Collection[int]], *, samples_limit: int | None) -> None:
+        self._problem, self._used = problem, used
+        self._within_data = _within_data(problem, samples_limit)
+        pairs = np.array([(row, size) for row, sizes in used.items() for size in sizes], dtype=np.int64).reshape(-1, 2)
+        self._keys = self._keys_of(pairs[:, 0], problem.size_index(pairs[:, 1]))
+
+    def _keys_of(self, rows: Numbers, index: Numbers) -> Numbers:
+        """Return a number for each configuration: its row times the number of sizes, plus the index of its size."""
+        return rows * len(self._problem.sizes) + index
+
+    def nearest(self, rows: Numbers, wanted: Numbers, *, below: Numbers, edges: Numbers) -> tuple[Numbers, Numbers]:
+        """Return the distinct rows and unused micro-batches nearest to the wanted ones.
+
+        Args:
+            rows: Rows of the table, shape (n,).
+            wanted: Micro-batches of each, shape (n, k).
+            below: Smallest micro-batch of each row that is not allowed, shape (n,).
+            edges: Largest micro-batch expected to fit of each row of the table.
+        """
+        sizes, index = self._problem.sizes, self._problem.size_index(wanted)
+        keys = np.unique(self._keys_of(rows[:, None], index)[sizes[index] < below[:, None]])
+        keys = keys[~np.isin(keys, self._keys)]
+        rows, unused = keys // len(sizes), sizes[keys % len(sizes)]
+        new = ~self._is_near(rows, unused, edges)
+        return rows[new], unused[new]
+
+    def _is_near(self, rows: Numbers, sizes: Numbers, edges: Numbers) -> Numbers:
+        result = np.zeros(len(rows), dtype=bool)
+        for row, used in self._used.items():
+            for size in used if edges[row] >= self._within_data else ():
+                rounder = (sizes % _ROUND == 0) & (size % _ROUND > 0)
+                result |= (rows == row) & (np.abs(sizes - size) <= EDGE_WIDTH * size) & ~rounder
+        return result
 
 
 def _within_reach(problem: Problem, observations: Observations) -> int:

@@ -234,7 +234,7 @@ def test_a_launch_has_to_gain_by_its_cost_and_no_less_where_it_is_short_and_slow
     machine.run(study, 3)
     posterior, observations = planner._searched(study.trials)
     open_rows = planner._open_rows(observations, {}, ())
-    rows, sizes, acquisition = planner._evaluated(posterior, observations, None, open_rows)
+    rows, sizes, acquisition = planner._evaluated(posterior, open_rows)
     monkeypatch.setattr(Posterior, "relative_costs", lambda _self, given: np.full(len(given.gain), cost))
     monkeypatch.setattr(Posterior, "paying_sizes", lambda _self, rows: np.full(len(rows), np.inf))
     monkeypatch.setattr(Prospects, "worth_of_launches", lambda *_: 0.0)
