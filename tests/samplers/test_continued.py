@@ -18,6 +18,7 @@ from optuna_dsat.config import ds_config
 from optuna_dsat.config.differences import live_changes
 from optuna_dsat.guided.order import start_of_climb
 from optuna_dsat.guided.posterior import Posterior
+from optuna_dsat.guided.sizes import UnusedSizes
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.samplers import GuidedSampler
 from optuna_dsat.trials import attributes
@@ -153,3 +154,17 @@ def test_a_trial_that_continues_costs_its_steps() -> None:
     posterior = Posterior(problem, observations, samples_limit=None)
     result = posterior.acquisition(np.array([rows[1], other]), np.array([2, 2]))
     assert result.cost_s[0] < 0.1 * machine.overhead_s < result.cost_s[1]
+
+
+@pytest.mark.parametrize(
+    ("samples_limit", "edge", "left"),
+    [(None, 31, [16, 25, 29, 31, 32, 40]), (30, 31, [16, 25, 32, 40]), (30, 27, [16, 25, 29, 31, 32, 40])],
+)
+def test_no_micro_batch_next_to_a_trial_is_unused_where_the_data_end_them(
+    samples_limit: int | None, edge: int, left: list[int]
+) -> None:
+    unused = UnusedSizes(small_problem(), {0: {17, 30}}, samples_limit=samples_limit)
+    rows, sizes = unused.nearest(
+        np.array([0]), np.array([[16, 17, 25, 29, 30, 31, 32, 40, 41]]), below=np.array([41]), edges=np.array([edge])
+    )
+    assert (rows.tolist(), sizes.tolist()) == ([0] * len(left), left)
