@@ -147,6 +147,12 @@ class EventLog:
         return {event.observed_micro_batch for event in self._steps}
 
     @property
+    def inputs_grow(self) -> bool:
+        """Whether the inputs of a sample grow from step to step, as by a curriculum; those of few steps may by chance."""
+        sizes = [event.elements / event.samples for event in self._steps if event.rank == 0 and event.samples]
+        return sizes == sorted(sizes) and bool(sizes) and sizes[-1] > 1.05 * sizes[0]
+
+    @property
     def starts(self) -> list[RankStarted]:
         """Start records of the ranks."""
         return [event for event in self._all() if isinstance(event, RankStarted)]

@@ -442,8 +442,8 @@ def _changes_for(launch: Launch, request: LaunchRequest) -> Mapping[str, Any] | 
     changes = live_changes(running.ds_config, request.ds_config)
     held = request.command.batch_source.get("kind") == "held"  # the script makes its batches whatever the config says
     fed = launch.log.micro_batches if held else set()
-    if len(fed) > 1 or (held and changes and fed != {changes.get(MICRO_BATCH, *fed)}):
-        return None  # the next steps have other batches
+    if launch.log.inputs_grow or len(fed) > 1 or (held and changes and fed != {changes.get(MICRO_BATCH, *fed)}):
+        return None  # its next steps have other batches than the first steps of a launch
     return changes
 
 

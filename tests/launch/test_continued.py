@@ -14,12 +14,15 @@ from typing import Any
 import pytest
 
 from optuna_dsat.errors import ScriptFailedError
+from optuna_dsat.launch.event_log import EventLog
 from optuna_dsat.launch.launcher import TorchrunLauncher, _changes_for, local_launcher
 from optuna_dsat.launch.machine.devices import cpu_devices
 from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest
+from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import EngineReady, StepMeasured
 from optuna_dsat.runtime.overlay import GRADIENT_ACCUMULATION, MICRO_BATCH
+from tests.harness.events import step_of
 from tests.harness.launches import (
     DS_CONFIG,
     AheadClock,
@@ -129,7 +132,7 @@ def test_stages_of_a_pipeline_send_their_shapes_anew(launcher: TorchrunLauncher,
 def test_another_structure_and_a_request_that_does_not_continue_are_launched(
     tmp_path: Path, changes: dict[str, Any], continued: bool
 ) -> None:
-    running: Any = SimpleNamespace(request=trial(tmp_path, "first"))
+    running: Any = SimpleNamespace(request=trial(tmp_path, "first"), log=SimpleNamespace(inputs_grow=False))
     assert (_changes_for(running, trial(tmp_path, "second", **changes)) is not None) is continued
 
 
@@ -237,10 +240,23 @@ def test_batches_that_the_script_makes_are_continued_only_where_all_have_the_siz
     """Batches of the profile launch of a token budget were cut to the user's micro-batch."""
     profile, wanted = (trial(tmp_path, name, size=size) for name, size in (("profile", 1), ("first", 4)))
     wanted = replace(wanted, command=replace(wanted.command, batch_source={"kind": "held"}))
-    running: Any = SimpleNamespace(request=profile, log=SimpleNamespace(micro_batches=fed))
+    running: Any = SimpleNamespace(request=profile, log=SimpleNamespace(micro_batches=fed, inputs_grow=False))
     assert (_changes_for(running, wanted) == {"train_micro_batch_size_per_gpu": 4}) is continues
     running.request = wanted  # at the same size, the first steps of each launch have the same batches
     assert (_changes_for(running, wanted) == {}) is (len(fed) == 1)
+
+
+@pytest.mark.parametrize(
+    ("elements", "continues"),
+    [([64, 96, 96, 128], False), ([64, 96, 80, 128], True), ([64, 64, 66], True), ([96, 64], True), ([], True)],
+)
+def test_a_launch_whose_inputs_grow_is_not_continued(tmp_path: Path, elements: list[int], continues: bool) -> None:
+    """Trials of a curriculum were compared at the lengths that it had reached."""
+    request = trial(tmp_path, "first")
+    log = EventLog(RunDirectory(tmp_path), slots=1, started=0.0)
+    log._steps = [step_of(step=step, elements=count) for step, count in enumerate(elements, 1)]
+    running: Any = SimpleNamespace(request=request, log=log)
+    assert (_changes_for(running, trial(tmp_path, "second")) is not None) is continues
 
 
 def test_out_of_memory_ends_the_launch_and_counts(run: Run) -> None:
