@@ -148,7 +148,7 @@ class EventLog:
 
     @property
     def inputs_grow(self) -> bool:
-        """Whether the inputs of a sample grow from step to step, as by a curriculum; those of few steps may by chance."""
+        """Whether the inputs of a sample grow from step to step, as by a curriculum; few may by chance."""
         sizes = [event.elements / event.samples for event in self._steps if event.rank == 0 and event.samples]
         return sizes == sorted(sizes) and bool(sizes) and sizes[-1] > 1.05 * sizes[0]
 
