@@ -218,6 +218,9 @@ def test_another_number_of_ranks_is_refused_with_the_option_for_it(
         ValueError, match=r"\(WORLD_SIZE\) to 1 itself, .* launch has 2 ranks: tune with --gpus-per-trial 1"
     ):
         distributed.init_process_group("gloo", **given)
+    monkeypatch.setitem(sys.modules, "mpi4py", ModuleType("mpi4py"))
+    with pytest.raises(ValueError, match=r"^mpi4py has a single process in each rank, .*: let the script read RANK"):
+        distributed.init_process_group("gloo", **given)
     assert not distributed.called
 
 

@@ -42,6 +42,10 @@ _PLACE = ("MASTER_ADDR", "MASTER_PORT")
 _PYTHON = re.compile("python|pypy")
 _STARTING = ("concurrent", "multiprocessing", "torch")
 """Packages whose processes, such as workers of data loaders, are not ranks."""
+_NO_MPI = (
+    "mpi4py has a single process in each rank, as ranks are started as by torchrun: let the script read RANK, "
+    "LOCAL_RANK and WORLD_SIZE where they are set, as deepspeed.init_distributed() does"
+)
 _TRAINS = 86
 """Exit code of a process in the place of a rank."""
 RESTARTED_ENV = "OPTUNA_DSAT_RESTARTED"
@@ -145,6 +149,8 @@ def join_group(rank: Rank) -> Callable[[Any], None]:
                 wanted = given.get("world_size", -1)
                 wanted = wanted if wanted > 0 else int(os.environ.get("WORLD_SIZE") or rank.world_size)
                 if wanted != rank.world_size:
+                    if wanted == 1 and "mpi4py" in sys.modules:
+                        raise ValueError(_NO_MPI)
                     wrong = f"the script sets the number of its ranks (WORLD_SIZE) to {wanted} itself"
                     raise ValueError(wrong_number(wrong, wanted, rank.world_size))
                 method = given.get("init_method")

@@ -193,8 +193,8 @@ def numbers_ranks(nodes: Iterable[ast.AST]) -> bool:
             keys = [target.slice for target in node.targets if isinstance(target, ast.Subscript)]
             values += [node.value for key in keys if isinstance(key, ast.Constant) and key.value == "RANK"]
         elif isinstance(node, ast.Dict):
-            keyed = zip(node.keys, node.values)
-            values += [value for key, value in keyed if isinstance(key, ast.Constant) and key.value == "RANK"]
+            places = [n for n, key in enumerate(node.keys) if isinstance(key, ast.Constant) and key.value == "RANK"]
+            values += [node.values[place] for place in places]
         elif isinstance(node, ast.Call):
             name = "rank" if called_name(node) == "init_process_group" else "RANK"
             values += [keyword.value for keyword in node.keywords if keyword.arg == name]
