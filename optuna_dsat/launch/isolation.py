@@ -62,7 +62,7 @@ class Snapshot(NamedTuple):
 
 
 class FolderWatch:
-    """Compares the user's folders before and after the first launch.
+    """Compares the user's folders before and after profile launches and the first trial's, which has more steps.
 
     On a cluster these are the head's: what nodes change in folders that they do not share with it is not seen.
     """
@@ -70,11 +70,11 @@ class FolderWatch:
     def __init__(self, output_dir: Path, *, own_files: Collection[str] = ()) -> None:
         self._output_dir = output_dir
         self._own_files = own_files
-        self._begun = False
+        self._begun = self._had_trial = False
         self._before: Snapshot | None = None
 
     def begin(self, request: LaunchRequest, *, here: Path | None = None) -> str:
-        """Note the folders' state before a profile launch, or before the first launch with a stored profile.
+        """Note the folders' state before a profile launch, or before the first trial's.
 
         Returns:
             A sentence for the user if a launch on this machine can change the user's files; else empty.
@@ -84,14 +84,16 @@ class FolderWatch:
             here: Run directory of a launch on this machine, which is not watched if root gets overlays: in a user
                 namespace, some folders may have none.
         """
-        if request.isolation == "off" or (self._begun and request.purpose != "profile"):
+        is_trial = request.purpose != "profile"
+        if request.isolation == "off" or (self._had_trial and is_trial):
             return ""
-        self._begun = True
+        is_told, self._begun, self._had_trial = self._begun and is_trial, True, is_trial
         why = "" if here is None or request.isolation == "python" else why_no_overlay(here)
         is_redirected = here is not None and (request.isolation == "python" or bool(why))
         if here is None or is_redirected or os.geteuid():
             self._before = self._users_files(request)
-        return describe_isolation(Conditions(isolation="python", isolation_note=why)) if is_redirected else ""
+        shown = is_redirected and not is_told
+        return describe_isolation(Conditions(isolation="python", isolation_note=why)) if shown else ""
 
     def check(self, launch: Launch) -> None:
         """End the search where a launch without overlays has changed the user's files all the same.
@@ -108,7 +110,7 @@ class FolderWatch:
         if changes := [path for path in changed_paths(before, after) if after.files.get(path, ())[3:] not in logs]:
             more = f" and {len(changes) - 1} more" if len(changes) > 1 else ""
             raise ScriptFailedError(
-                f"The first launch changed {changes[0]}{more}: a subprocess or a library writes there, which cannot "
+                f"A launch changed {changes[0]}{more}: a subprocess or a library writes there, which cannot "
                 f"be redirected without overlays. Allow it with --writable {shlex.quote(changes[0])}, or run where "
                 "overlays can be mounted (optuna-dsat doctor).",
                 log_path=str(launch.directory.stdout(0)),

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -144,7 +145,14 @@ def test_changes_are_found_and_nothing_else(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     watch.begin(launched, here=tmp_path)
     (tmp_path / "same").unlink()
-    with pytest.raises(ScriptFailedError, match=f"The first launch changed {tmp_path}/same"):
+    with pytest.raises(ScriptFailedError, match=f"A launch changed {tmp_path}/same"):
         watch.check(launch)
+    in_python = request(tmp_path, isolation="python")
+    for purpose, is_shown, is_watched in (("profile", True, True), ("trial", False, True), ("trial", False, False)):
+        launched = replace(in_python, purpose=purpose)
+        assert bool(watch.begin(launched, here=tmp_path)) == is_shown
+        (tmp_path / "made").write_text(f"{purpose} {is_watched}")
+        with pytest.raises(ScriptFailedError, match="/made: ") if is_watched else nullcontext():
+            watch.check(launch)
     monkeypatch.setattr(isolation, "_LIMIT_S", 0.0)  # as on a slow disk, which is faster the second time
     assert not changed_paths(look(), before)

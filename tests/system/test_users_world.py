@@ -68,7 +68,7 @@ def test_writers_are_redirected_and_a_subprocess_that_writes_past_that_ends_the_
     )
     errors = (world / "errors.log").read_text()
     assert done.returncode == 4, errors
-    assert f"The first launch changed {world}/copied.txt and 2 more: a subprocess" in errors
+    assert f"A launch changed {world}/copied.txt and 2 more: a subprocess" in errors
     assert "--writable" in errors
     assert "Trials run without overlays: what Python writes is redirected" in (world / "out.log").read_text() + errors
     after = state(world, shared)
