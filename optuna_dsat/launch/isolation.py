@@ -87,12 +87,12 @@ class FolderWatch:
         is_trial = request.purpose != "profile"
         if request.isolation == "off" or (self._had_trial and is_trial):
             return ""
-        is_told, self._begun, self._had_trial = self._begun and is_trial, True, is_trial
+        was_shown, self._begun, self._had_trial = self._begun and is_trial, True, is_trial
         why = "" if here is None or request.isolation == "python" else why_no_overlay(here)
         is_redirected = here is not None and (request.isolation == "python" or bool(why))
         if here is None or is_redirected or os.geteuid():
             self._before = self._users_files(request)
-        shown = is_redirected and not is_told
+        shown = is_redirected and not was_shown
         return describe_isolation(Conditions(isolation="python", isolation_note=why)) if shown else ""
 
     def check(self, launch: Launch) -> None:
