@@ -148,9 +148,18 @@ class EventLog:
 
     @property
     def inputs_grow(self) -> bool:
-        """Whether the inputs of a sample grow from step to step, as by a curriculum; few may by chance."""
-        sizes = [event.elements / event.samples for event in self._steps if event.rank == 0 and event.samples]
-        return sizes == sorted(sizes) and bool(sizes) and sizes[-1] > 1.05 * sizes[0]
+        """Whether the inputs of a sample grow from step to step, alike in all ranks, as by a curriculum.
+
+        Those that are padded to their longest sample differ between ranks; a single rank's may grow by chance.
+        """
+        ranks: dict[int, list[float]] = {}
+        for event in self._steps:
+            if event.elements and event.samples:
+                ranks.setdefault(event.rank, []).append(event.elements / event.samples)
+        steps = list(zip(*ranks.values(), strict=False))  # the last one may not be known of every rank
+        sizes = [max(step) for step in steps]
+        alike = all(min(step) == max(step) for step in steps)
+        return alike and sizes == sorted(sizes) and bool(sizes) and sizes[-1] > 1.05 * sizes[0]
 
     @property
     def starts(self) -> list[RankStarted]:

@@ -247,14 +247,28 @@ def test_batches_that_the_script_makes_are_continued_only_where_all_have_the_siz
 
 
 @pytest.mark.parametrize(
-    ("elements", "continues"),
-    [([64, 96, 96, 128], False), ([64, 96, 80, 128], True), ([64, 64, 66], True), ([96, 64], True), ([], True)],
+    ("elements", "others", "continues"),
+    [
+        ([64, 96, 96, 128], [64, 96, 96], False),
+        ([64, 96, 96, 128], [], False),
+        ([64, 96], [80, 80], True),
+        ([64, 96, 80, 128], [], True),
+        ([64, 64, 66], [], True),
+        ([96, 64], [], True),
+        ([], [], True),
+    ],
 )
-def test_a_launch_whose_inputs_grow_is_not_continued(tmp_path: Path, elements: list[int], continues: bool) -> None:
+def test_a_launch_whose_inputs_grow_is_not_continued(
+    tmp_path: Path, elements: list[int], others: list[int], continues: bool
+) -> None:
     """Trials of a curriculum were compared at the lengths that it had reached."""
     request = trial(tmp_path, "first")
     log = EventLog(RunDirectory(tmp_path), slots=1, started=0.0)
-    log._steps = [step_of(step=step, elements=count) for step, count in enumerate(elements, 1)]
+    log._steps = [
+        step_of(rank=rank, step=step, elements=count)
+        for rank, counts in enumerate((elements, others))
+        for step, count in enumerate(counts, 1)
+    ]
     running: Any = SimpleNamespace(request=request, log=log)
     assert (_changes_for(running, trial(tmp_path, "second")) is not None) is continues
 
