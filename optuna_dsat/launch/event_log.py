@@ -150,7 +150,7 @@ class EventLog:
     def inputs_grow(self) -> bool:
         """Whether the inputs of a sample grow from step to step, alike in all ranks, as by a curriculum.
 
-        Those that are padded to their longest sample differ between ranks; a single rank's may grow by chance.
+        Inputs that are padded to their longest sample differ between ranks; a single rank's may grow by chance.
         """
         ranks: dict[int, list[float]] = {}
         for event in self._steps:
