@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 
+from optuna_dsat.launch.measurement import LEAST_VARIATION
 from optuna_dsat.launch.run_directory import RunDirectory
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import (
@@ -159,7 +160,7 @@ class EventLog:
         steps = list(zip(*ranks.values(), strict=False))  # the last one may not be known of every rank
         sizes = [max(step) for step in steps]
         alike = all(min(step) == max(step) for step in steps)
-        return alike and sizes == sorted(sizes) and bool(sizes) and sizes[-1] > 1.05 * sizes[0]
+        return alike and sizes == sorted(sizes) and bool(sizes) and sizes[-1] > (1 + LEAST_VARIATION) * sizes[0]
 
     @property
     def starts(self) -> list[RankStarted]:

@@ -87,7 +87,8 @@ class FolderWatch:
         is_trial = request.purpose != "profile"
         if request.isolation == "off" or (self._had_trial and is_trial):
             return ""
-        was_shown, self._begun, self._had_trial = self._begun and is_trial, True, is_trial
+        was_shown = is_trial and self._begun
+        self._begun, self._had_trial = True, is_trial
         why = "" if here is None or request.isolation == "python" else why_no_overlay(here)
         is_redirected = here is not None and (request.isolation == "python" or bool(why))
         if here is None or is_redirected or os.geteuid():

@@ -430,7 +430,10 @@ def local_launcher(
 
 
 def _changes_for(launch: Launch, request: LaunchRequest) -> Mapping[str, Any] | None:
-    """Return the changes of a running engine that a trial needs; None if it needs another engine."""
+    """Return the changes of a running engine that a trial needs; None if it needs another launch.
+
+    It does for another engine, and where the next steps have other inputs than the first steps of a launch.
+    """
     running = launch.request
     if request.purpose != "trial" or not request.continues:
         return None
@@ -440,10 +443,12 @@ def _changes_for(launch: Launch, request: LaunchRequest) -> Mapping[str, Any] | 
     if _without_batch(running.command) != _without_batch(request.command):
         return None
     changes = live_changes(running.ds_config, request.ds_config)
-    held = request.command.batch_source.get("kind") == "held"  # the script makes its batches whatever the config says
-    fed = launch.log.micro_batches if held else set()
-    if launch.log.inputs_grow or len(fed) > 1 or (held and changes and fed != {changes.get(MICRO_BATCH, *fed)}):
-        return None  # its next steps have other batches than the first steps of a launch
+    if changes is None or launch.log.inputs_grow:
+        return None
+    if request.command.batch_source.get("kind") == "held":  # the script makes its batches whatever the config says
+        fed = launch.log.micro_batches
+        if len(fed) > 1 or (MICRO_BATCH in changes and fed != {changes[MICRO_BATCH]}):
+            return None
     return changes
 
 

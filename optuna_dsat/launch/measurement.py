@@ -35,7 +35,7 @@ from optuna_dsat.runtime.events import (
 )
 from optuna_dsat.runtime.trial_config import PartitionedModelError
 
-_LEAST_VARIATION = 0.05
+LEAST_VARIATION = 0.05
 """Relative variation (range divided by mean) up to which input sizes count as equal."""
 
 _FEWEST_STEPS = 3
@@ -120,7 +120,7 @@ def input_variation(steps: Sequence[GlobalStep]) -> float:
     if not sizes or len(sizes) < len(steps):
         return 0.0
     variation = (max(sizes) - min(sizes)) / statistics.fmean(sizes)
-    return variation if variation > _LEAST_VARIATION else 0.0
+    return variation if variation > LEAST_VARIATION else 0.0
 
 
 def per_element_metric(steps: Sequence[GlobalStep]) -> str | None:

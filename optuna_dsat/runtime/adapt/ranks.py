@@ -42,12 +42,12 @@ _PLACE = ("MASTER_ADDR", "MASTER_PORT")
 _PYTHON = re.compile("python|pypy")
 _STARTING = ("concurrent", "multiprocessing", "torch")
 """Packages whose processes, such as workers of data loaders, are not ranks."""
+_TRAINS = 86
+"""Exit code of a process in the place of a rank."""
 _NO_MPI = (
     "mpi4py has a single process in each rank, as ranks are started as by torchrun: let the script read RANK, "
     "LOCAL_RANK and WORLD_SIZE where they are set, as deepspeed.init_distributed() does"
 )
-_TRAINS = 86
-"""Exit code of a process in the place of a rank."""
 RESTARTED_ENV = "OPTUNA_DSAT_RESTARTED"
 """Environment variable of a process that a rank's script has started to run the script again."""
 _RESTART = (LAUNCH_ENV, "PYTHONPATH")

@@ -181,7 +181,7 @@ class _Launched:
 class _Attempts:
     """The attempts of a profile, and what their launches have shown of the script so far.
 
-    ``launch`` launches an attempt, of which ``on_attempt`` is told before, and ``prove`` a proof of what sets a size.
+    ``on_attempt`` is called before each attempt, ``launch`` launches it, and ``prove`` a proof of what sets a size.
     """
 
     def __init__(
@@ -217,8 +217,9 @@ class _Attempts:
                 waiting.appendleft(planned)
                 continue
             if launched.is_measured:
-                clear = self._with_clear_samples(self._with_one_size(launched, planned))
-                return self._profiled(self._with_computed_steps(clear))
+                launched = self._with_one_size(launched, planned)
+                _check_data(launched.record, smallest=launched.attempt.micro_batch)
+                return self._profiled(self._with_computed_steps(self._with_clear_samples(launched)))
             # A later launch may set a value that the script has as well: only an earlier one then shows the difference.
             self._differences = {**record.config_differences, **self._differences}
             self._only_zero_3 |= record.needs_zero_3 and 3 in self._spec.stages
@@ -283,7 +284,6 @@ class _Attempts:
     def _with_clear_samples(self, launched: _Launched) -> _Launched:
         """Return a launch at twice the micro-batch if two dimensions of the inputs may be that of samples."""
         attempt = launched.attempt
-        _check_data(launched.record, smallest=attempt.micro_batch)
         if attempt.micro_batch == 1 or not launched.record.is_ambiguous:
             return launched
         second = self._launch(replace(attempt, micro_batch=2 * attempt.micro_batch))
