@@ -44,13 +44,14 @@ class Aftermath:
     """What the command printed at last."""
 
 
-def violations(seen: Aftermath, undisturbed: Aftermath, *, budget: int) -> list[str]:
+def violations(seen: Aftermath, undisturbed: Aftermath, *, budget: int, comparable: bool = True) -> list[str]:
     """Return what does not hold, in words; nothing where all is well.
 
     Args:
         seen: What was observed.
         undisturbed: The same study when nothing befell it.
         budget: Launches of trials that it was given.
+        comparable: Whether it measures the same as the undisturbed study, and so has its result.
     """
     return [
         *_ends(seen),
@@ -60,7 +61,7 @@ def violations(seen: Aftermath, undisturbed: Aftermath, *, budget: int) -> list[
         *_left_in_database(seen.after),
         *_left_in_folder(seen.files, undisturbed.files),
         *(f"process left: {process}" for process in seen.processes),
-        *_other_result(seen, undisturbed),
+        *(_other_result(seen, undisturbed) if comparable else ()),
     ]
 
 

@@ -50,14 +50,14 @@ class Case:
         return f"{self.method}{' from nothing' if self.new else ''}, {self.database}"
 
     @property
-    def options(self) -> tuple[str, ...]:
-        """The first of the methods confirms, too; the others end with the search, in which trials continue launches.
+    def continues(self) -> bool:
+        """Whether trials continue launches. Later trials depend on it: a search goes on differently after a kill."""
+        return not self.new and self.method != "guided"
 
-        They do so only if the search does not depend on it: ``guided`` prefers trials that can continue a launch, so a
-        search whose launch was killed goes on differently.
-        """
-        guided = self.method == "guided"
-        return (*_OPTIONS, "--confirm", "1" if self.new or guided else "0", *(["--no-continue"] if guided else ()))
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Studies in which trials continue launches end with the search; the others confirm, too."""
+        return (*_OPTIONS, *(("--confirm", "0") if self.continues else ("--confirm", "1", "--no-continue")))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,10 +135,11 @@ class StudyOfPoints:
             done = first.code == 0 and blow not in LASTING  # what a failing disk kept goes with the next start
             second = None if done else self._go_on(folder, url, again=bool(number % 2))
             seen = _aftermath(folder, url, blow=blow, first=first, second=second, between=between)
+        comparable = second is None or not self.case.continues
         return Tried(
             first_code=first.code,
             second_code=None if second is None else second.code,
-            violations=tuple(violations(seen, reference.aftermath, budget=BUDGET)),
+            violations=tuple(violations(seen, reference.aftermath, budget=BUDGET, comparable=comparable)),
         )
 
     def _go_on(self, folder: Path, url: str, *, again: bool) -> Ended:
