@@ -106,7 +106,8 @@ def without_rare_evaluation(steps: Sequence[GlobalStep]) -> list[GlobalStep]:
 
     Work in every step is part of the training; before the first, scripts evaluate once.
     """
-    if all(step.evaluation_s > 0 for step in steps[1:]):
+    evaluates = [step.evaluation_s > 0 for step in steps]
+    if all(evaluates[1:]) or not any(evaluates):
         return list(steps)
     return [replace(step, latency_s=step.latency_s - step.evaluation_s, evaluation_s=0.0) for step in steps]
 

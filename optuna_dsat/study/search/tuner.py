@@ -11,6 +11,7 @@ from collections import Counter
 
 import optuna
 from optuna.exceptions import UpdateFinishedTrialError
+from optuna.pruners import NopPruner
 from optuna.trial import TrialState
 
 from optuna_dsat.errors import NothingRunnableError
@@ -208,12 +209,17 @@ class Tuner:
         if flight.is_user_config or is_last:
             return  # everything is compared with the user's config, so it is measured to its end
         launch_id = flight.request.launch_id
-        if flight.may_be_pruned and self._study.pruner.prune(self._study, frozen(self._study, flight.trial)):
+        if flight.may_be_pruned and self._prunes(flight.trial):
             message = f"stopped at step {step.step}: it cannot be among the best at {self._recorder.in_words(metrics)}"
             self._launcher.stop(launch_id, message=message)
         elif is_certain(flight.record.counted, tolerance=_STEP_TOLERANCE):
             message = f"measured to step {step.step}: the step time is known"
             self._launcher.stop(launch_id, outcome=Outcome.MEASURED, message=message)
+
+    def _prunes(self, trial: optuna.Trial) -> bool:
+        """Whether the pruner stops a trial; without one, nothing is read, as reading takes as long as a short step."""
+        pruner = self._study.pruner
+        return not isinstance(pruner, NopPruner) and pruner.prune(self._study, frozen(self._study, trial))
 
     def _finish(self, flight: Flight, update: Settled | Finished) -> None:
         """Retry the launch, or finish its trial."""
