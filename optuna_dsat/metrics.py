@@ -76,6 +76,10 @@ _T_975 = (
 """97.5% quantile of Student's t for 1, 2, ... degrees of freedom (NIST/SEMATECH e-Handbook, 1.3.6.7.2)."""
 
 
+Z_975 = 1.96
+"""97.5% quantile of the standard normal distribution: half of the width of its central 95%."""
+
+
 def student_t_975(degrees: int) -> float:
     """Return the 97.5% quantile of Student's t; that for 30 degrees of freedom where there are more."""
     return _T_975[min(degrees, len(_T_975)) - 1]

@@ -17,7 +17,7 @@ from typing import Any
 
 from optuna_dsat.config.autotuning_section import parse_autotuning as parse_autotuning
 from optuna_dsat.config.autotuning_section import positive_int
-from optuna_dsat.config.knobs import KNOBS, OFFLOAD_OPTIMIZER
+from optuna_dsat.config.knobs import KNOBS, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM
 from optuna_dsat.errors import ConfigError
 from optuna_dsat.runtime.files import write_text_atomic
 from optuna_dsat.runtime.overlay import GRADIENT_ACCUMULATION as GRADIENT_ACCUMULATION
@@ -61,6 +61,12 @@ _SIZES = frozenset(knob.path[1] for knob in _OF_ZERO if knob.kind == "size")
 _ZERO_STAGE_KEYS = frozenset(knob.path[1] for knob in _OF_ZERO) - {"stage"}
 
 
+OLD_OFFLOADS = {"cpu_offload": OFFLOAD_OPTIMIZER, "cpu_offload_param": OFFLOAD_PARAM}
+"""Deprecated flag of ``zero_optimization`` -> the section that DeepSpeed derives from it."""
+OLD_PINNING = "cpu_offload_use_pin_memory"
+"""Deprecated flag for ``pin_memory`` of these sections."""
+
+
 @dataclass(frozen=True)
 class BatchTriangle:
     """Consistent batch sizes: train = micro x accumulation x data-parallel ranks."""
@@ -82,8 +88,8 @@ def zero_section(config: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(section, bool):
         return {"stage": 1, "allgather_bucket_size": config.get("allgather_size", 500_000_000)}
     zero = {ZERO_ALIASES.get(key, key): value for key, value in section.items() if value is not None}
-    pin = zero.pop("cpu_offload_use_pin_memory", None)
-    for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+    pin = zero.pop(OLD_PINNING, None)
+    for old, new in OLD_OFFLOADS.items():
         if zero.pop(old, None) is True and new not in zero:
             zero[new] = {"device": "cpu"} if pin is None else {"device": "cpu", "pin_memory": pin}
     return zero

@@ -60,9 +60,7 @@ _SHARED_GROUPS = 10
 _GROUP_UNIT = 1_000_000
 _FEWER = 10
 """Ratio of a size to the only smaller choice where knobs that need a permission are searched."""
-_LEGACY = {"cpu_offload": OFFLOAD_OPTIMIZER, "cpu_offload_param": OFFLOAD_PARAM} | {
-    old: name for old, name in configs.ZERO_ALIASES.items() if name in KNOB_OF
-}
+_LEGACY = configs.OLD_OFFLOADS | {old: name for old, name in configs.ZERO_ALIASES.items() if name in KNOB_OF}
 """Deprecated spelling of a knob, which DeepSpeed accepts -> the knob; overlays remove it if they set the knob."""
 
 
@@ -448,8 +446,8 @@ class _Builder:
         zero = self._request.ds_config.get(ZERO)
         present = zero.keys() if isinstance(zero, Mapping) else ()
         legacy = [key for key, name in _LEGACY.items() if key in present and name not in self._no_tune]
-        if "cpu_offload_use_pin_memory" in present and not self._no_tune & {OFFLOAD_OPTIMIZER, OFFLOAD_PARAM}:
-            legacy.append("cpu_offload_use_pin_memory")
+        if configs.OLD_PINNING in present and not self._no_tune & {OFFLOAD_OPTIMIZER, OFFLOAD_PARAM}:
+            legacy.append(configs.OLD_PINNING)
         return tuple(legacy)
 
 

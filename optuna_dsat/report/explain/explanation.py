@@ -30,7 +30,7 @@ from optuna_dsat.cost.gpus import utilisation
 from optuna_dsat.cost.step_time import ERROR
 from optuna_dsat.errors import UsageError
 from optuna_dsat.guided.planner import GuidedPlanner
-from optuna_dsat.metrics import LARGER_IS_BETTER, Interval
+from optuna_dsat.metrics import LARGER_IS_BETTER, Z_975, Interval
 from optuna_dsat.report.explain.pairs import Pairs
 from optuna_dsat.report.explain.proposals import Situation, proposals_by_name
 from optuna_dsat.study.confirm.measured import Measured
@@ -45,8 +45,6 @@ TOGETHER, REMAINDER = "together", "remainder"
 """Sources of the two factors that belong to no single knob."""
 NOT_SEPARATE = "not measured separately"
 """Reason for a missing factor: the launches do not show the knob's effect."""
-_Z95 = 1.96
-"""Half-width of the central 95% of a normal distribution, in standard deviations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +74,7 @@ class Contribution:
     @property
     def spread(self) -> float:
         """Standard deviation of the factor's logarithm, from its 95% interval; 0 without a factor."""
-        return 0.0 if self.low is None or self.high is None else (math.log(self.high) - math.log(self.low)) / 2 / _Z95
+        return 0.0 if self.low is None or self.high is None else (math.log(self.high) - math.log(self.low)) / 2 / Z_975
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,7 +278,7 @@ def _modelled(
         needs = f"{bytes_in_words(there.peak_bytes)} of {bytes_in_words(planner.problem.device_bytes)}"
         return replace(unknown, note=f"model: with it this micro-batch is not expected to fit ({needs})")
     mean, spread = planner.log_ratio(trials, _split(winner), _split(other))
-    return replace(unknown, note=NOT_SEPARATE) if abs(mean) < _Z95 * spread else _factor("model", mean, _Z95 * spread)
+    return replace(unknown, note=NOT_SEPARATE) if abs(mean) < Z_975 * spread else _factor("model", mean, Z_975 * spread)
 
 
 def _together(
@@ -308,13 +306,13 @@ def _together(
     count = len(others)
     mean = sum(others) - (count - 1) * best - users
     spread = ERROR * math.sqrt(count + (count - 1) ** 2 + 1)
-    return _factor(TOGETHER, mean, _Z95 * spread, note="interaction between them (model)")
+    return _factor(TOGETHER, mean, Z_975 * spread, note="interaction between them (model)")
 
 
 def _ratio(speed_up: Interval, pairs: Pairs) -> tuple[float, float]:
     """Return (measured ratio, standard deviation of its logarithm); without an interval, by the noise of launches."""
-    of_two_launches = pairs.quantile * pairs.noise * math.sqrt(2) / _Z95
-    return speed_up.value, of_two_launches if math.isinf(speed_up.half_width) else speed_up.half_width / _Z95
+    of_two_launches = pairs.quantile * pairs.noise * math.sqrt(2) / Z_975
+    return speed_up.value, of_two_launches if math.isinf(speed_up.half_width) else speed_up.half_width / Z_975
 
 
 def _remainder(ratio: float, spread: float, others: Sequence[Contribution]) -> Contribution:
@@ -323,14 +321,14 @@ def _remainder(ratio: float, spread: float, others: Sequence[Contribution]) -> C
     mean = math.log(ratio) - math.log(explained.factor or 1.0)
     unclaimed = any(contribution.note == NOT_SEPARATE for contribution in others)
     note = "the settings that were not measured separately" if unclaimed else "none of the above explains it"
-    return _factor(REMAINDER, mean, _Z95 * math.hypot(explained.spread, spread), note=note)
+    return _factor(REMAINDER, mean, Z_975 * math.hypot(explained.spread, spread), note=note)
 
 
 def _product(parts: Sequence[Contribution]) -> Contribution:
     """Return the product of factors. Spreads are added, because errors of shared launches are correlated."""
     known = [part for part in parts if part.factor is not None]
     mean = sum(math.log(contribution.factor) for contribution in known if contribution.factor is not None)
-    return _factor("product", mean, _Z95 * sum(contribution.spread for contribution in known))
+    return _factor("product", mean, Z_975 * sum(contribution.spread for contribution in known))
 
 
 def _factor(source: str, mean: float, half_width: float, *, pairs: int = 0, note: str = "") -> Contribution:

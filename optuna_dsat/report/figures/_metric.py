@@ -13,6 +13,7 @@ from optuna.trial import FrozenTrial, TrialState
 from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION
 from optuna_dsat.config.structures import Structure
 from optuna_dsat.guided.acquisition import Prediction
+from optuna_dsat.metrics import Z_975
 from optuna_dsat.report.figures._source import History, Source, history_of, measure_of
 from optuna_dsat.report.figures._style import (
     INK,
@@ -311,8 +312,6 @@ _BEYOND = 1.5
 """Largest predicted micro-batch, relative to the largest launched."""
 _FITS = 0.5
 """Least probability to fit within the memory edge."""
-_Z95 = 1.96
-"""Half-width of the central 95% of a normal distribution, in standard deviations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,7 +369,7 @@ def _curve(trial: FrozenTrial, predicted: Sequence[tuple[int, Prediction | None]
         return None
     shown = [*known[: -1 : math.ceil(len(known) / _MOST_POINTS)], known[-1]]
     low, value, high = (
-        tuple(item.value * math.exp(sigmas * item.spread) for _, item in shown) for sigmas in (-_Z95, 0, _Z95)
+        tuple(item.value * math.exp(sigmas * item.spread) for _, item in shown) for sigmas in (-Z_975, 0, Z_975)
     )
     return Curve(
         words=lineage_words([trial]),

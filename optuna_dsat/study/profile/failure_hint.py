@@ -35,7 +35,6 @@ _GPU_ONLY = (
 """Keys whose operator DeepSpeed 0.19 has on GPUs alone (``ops/op_builder/cpu``)."""
 _CPU_OPTIMIZERS = ("adagrad", "adam", "adamw", "lion", "muon", "sgd")
 _UNKNOWN_KEY = re.compile(r"([\w.]+): DeepSpeed has no such key")
-_MORE_KEYS = ("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory")
 _QUOTED_NUMBER = re.compile(r"([\w.]+) is ('[^']*'): it must be (?:a whole number|a number|true or false)")
 
 
@@ -79,7 +78,7 @@ def _of_values(message: str, config: Mapping[str, Any]) -> str:
     if quoted := [result for result in _QUOTED_NUMBER.finditer(message) if result[2] != "'auto'"]:
         return f". Write {', '.join(result[1] for result in quoted)} as a number or true or false, without quotes"
     if unknown := _UNKNOWN_KEY.findall(message):
-        names = (*(knob.name for knob in KNOBS), *_MORE_KEYS)
+        names = (*(knob.name for knob in KNOBS), *ds_config.OLD_OFFLOADS, ds_config.OLD_PINNING)
         return f". {'. '.join(correction(key, names) for key in unknown)}"
     if match := _UNEXPECTED.search(message):
         keys = [key for key in config if key in (f"optimizer.params.{match[1]}", f"scheduler.params.{match[1]}")]
