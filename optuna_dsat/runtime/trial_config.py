@@ -137,7 +137,8 @@ class TrialConfig:
 
     def take_on(self, plan: LaunchPlan) -> None:
         """Continue with another trial's launch, in the running engine."""
-        self._given -= {self.micro_batch}
+        if self.micro_batch is not None:
+            self._given.add(self.micro_batch)
         self._plan, self._launch = plan, _read(plan.config_path)
 
     def apply_overlay(self, config: Any, *, client_optimizer: object | None = None) -> dict[str, Any]:
@@ -188,7 +189,10 @@ class TrialConfig:
 
     @property
     def micro_batches(self) -> frozenset[int]:
-        """Samples per rank and forward pass in the launch's config, the user's file and the script's config."""
+        """Samples per rank and forward pass in the launch's config, the user's file and the script's config.
+
+        Those of the engine's earlier trials, too: a batch that did not follow still has one of these sizes.
+        """
         sizes = (self.micro_batch, (self._user or {}).get(MICRO_BATCH), *self._given)
         return frozenset(size for size in sizes if isinstance(size, int))
 

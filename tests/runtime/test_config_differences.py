@@ -323,7 +323,7 @@ def test_a_further_trial_has_its_own_config_though_that_equals_the_users(tmp_pat
     config = TrialConfig(profile, world_size=2)
     with reads_redirected(user_config=user, config=profile.config_path):
         config.take_on(trial)
-    assert (config.micro_batch, config.accumulation, config.micro_batches) == (4, 4, frozenset({4}))
+    assert (config.micro_batch, config.accumulation, config.micro_batches) == (4, 4, frozenset({1, 4}))
 
 
 def test_other_files_descriptors_and_writing_are_left_alone(files: Path) -> None:

@@ -166,6 +166,11 @@ def test_a_loaders_batch_size_tells_which_dimension_samples_are() -> None:
     assert samples(TOKENS, configured={1}, loaded=6) == 6
 
 
+def test_a_batch_that_stays_at_an_earlier_size_is_not_counted_by_its_length() -> None:
+    assert samples(TOKENS, configured={6}) == 6
+    assert samples(TOKENS, configured={6, 12}) == 12
+
+
 ONE_ROW = torch.zeros(1, 6)
 
 
