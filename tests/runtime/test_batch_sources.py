@@ -168,15 +168,18 @@ def test_a_deepspeed_trials_loader_tells_the_samples_of_a_rank(shards: int, samp
     assert result["samples"] == samples
 
 
-@pytest.mark.parametrize("how", ["positional", "keyword", "sampler"])
+@pytest.mark.parametrize("how", ["positional", "keyword", "sampler", "lists"])
 def test_loaders_of_the_scripts_own_size_follow(how: str) -> None:
-    sources({"kind": "loader", "own": 4}, micro_batch=5)
+    source = sources({"kind": "loader", "own": 4}, micro_batch=5)
     made = {
         "positional": lambda: DataLoader(data(), 4),
         "keyword": lambda: DataLoader(data(), batch_size=4, drop_last=True),
         "sampler": lambda: DataLoader(data(), batch_sampler=BatchSampler(SequentialSampler(data()), 4, False)),
+        "lists": lambda: DataLoader(data(), None, sampler=BatchSampler(SequentialSampler(data()), 4, False)),
     }[how]()
     assert sizes(made) == [5, 5]
+    (described,) = source.event(rank=0).loaders
+    assert (described["batch_size"], described["samples"]) == (4, 10)
 
 
 def test_loaders_of_another_size_stay() -> None:
@@ -402,9 +405,7 @@ def test_samples_packed_into_a_row_are_counted_by_the_loaders_batch_size(samples
     made = sources()
     data = [torch.zeros(7, dtype=torch.long) for _ in range(samples)]
     batch = next(iter(DataLoader(data, 4, collate_fn=lambda rows: torch.cat(rows)[None])))  # type: ignore[arg-type]
-    size = sample_counter(lambda: made.numbers({1}))(batch)
-    assert size is not None
-    assert size.samples == expected
+    assert present(sample_counter(lambda: made.numbers({1}))(batch)).samples == expected
 
 
 class Graphs:
@@ -426,7 +427,7 @@ def test_a_batch_whose_rows_are_not_samples_has_the_loaders_batch_size(collate: 
     made = sources()
     data: Any = [torch.zeros(length, 3) for length in lengths]
     counter = sample_counter(lambda: made.numbers({1}))
-    sizes = [counter(batch) for batch in DataLoader(data, 2, collate_fn=collate)]
+    sizes = [counter(getattr(batch, "nodes", batch)) for batch in DataLoader(data, 2, collate_fn=collate)]
     assert [size.samples for size in sizes if size is not None] == [2, 2, 2]
     single = [counter(batch) for batch in DataLoader(data, 1, collate_fn=with_labels)]
     assert {size.samples for size in single if size is not None} == {1}
@@ -465,9 +466,7 @@ def test_batches_prefetched_before_a_change_are_counted_in_their_size() -> None:
     loader: Any = DataLoader([torch.zeros(3, 3)] * 60, 2, collate_fn=Graphs, num_workers=1)  # type: ignore[arg-type]
     counted = []
     for number, batch in enumerate(loader):
-        size = counter(batch)
-        assert size is not None
-        counted.append((size.samples, len(batch.nodes)))
+        counted.append((present(counter(batch)).samples, len(batch.nodes)))
         fed.count += 1
         if number == 3:
             assert made.rescale(Fraction(2)) > 2

@@ -203,17 +203,21 @@ IMAGES = [torch.zeros(3, 8, width) for width in (8, 9, 10, 11)]
 
 
 @pytest.mark.parametrize(
-    ("images", "expected"),
+    ("images", "named", "expected"),
     [
-        (IMAGES, (4, 3 * 8 * 38)),
-        (IMAGES[:1], (1, 3 * 8 * 8)),
-        ([{"image": image, "id": 1} for image in IMAGES], (4, 3 * 8 * 38)),
-        ([torch.zeros(4, 5)] * 4, (4, 20)),  # features of four samples
+        (IMAGES, None, (4, 3 * 8 * 38)),
+        (IMAGES[:1], None, (1, 3 * 8 * 8)),
+        ([{"image": image, "id": 1} for image in IMAGES], None, (4, 3 * 8 * 38)),
+        ([torch.zeros(4, 5)] * 4, None, (4, 20)),  # features of four samples
+        ([torch.zeros(length) for length in (7, 3, 4, 9)], 4, (4, 23)),  # texts that no loader yields
+        ([torch.zeros(6, 5)] * 4, 6, (6, 30)),
+        ([{"text": torch.zeros(4, 5)}] * 2, 2, (4, 20)),
     ],
 )
-def test_lists_of_images_are_samples(images: list[Any], expected: tuple[int, int]) -> None:
+def test_lists_of_images_are_samples(images: list[Any], named: int | None, expected: tuple[int, int]) -> None:
     """Detection's images of different sizes were counted by their channels: its batch size was held."""
-    numbers = BatchNumbers(configured={1}, named=set(), loaded=len(images))
+    loaded = None if named else len(images)
+    numbers = BatchNumbers(configured={1, 4}, named={named or 1}, loaded=loaded)
     size = sample_counter(lambda: numbers)(((images, [{"labels": torch.zeros(2)}] * len(images)), {}))
     assert size is not None
     assert (size.samples, size.elements) == expected

@@ -27,7 +27,7 @@ from optuna_dsat.runtime.adapt.regroup import RegroupedBatches, RegroupedIndices
 from optuna_dsat.runtime.events import BatchSourcesFound
 from optuna_dsat.runtime.files import read_regular
 from optuna_dsat.runtime.imports import patch
-from optuna_dsat.runtime.measure.inputs import BatchNumbers, shaped_tensors
+from optuna_dsat.runtime.measure.inputs import BatchNumbers, attributes_in, shaped_tensors
 from optuna_dsat.runtime.user_code import Place, is_installed, is_size, place_of
 
 _MOST = 400
@@ -224,14 +224,15 @@ class BatchSources:
                 if noted is not None and noted.made_with is not None:
                     self._loaded = taken or noted.made_with
                     self._recent.append(self._loaded)
-                    rows = [int(tensor.shape[0]) for tensor in shaped_tensors(batch)]
+                    tensors = shaped_tensors(batch) or shaped_tensors(attributes_in(batch))
+                    rows = [int(tensor.shape[0]) for tensor in tensors]
                     self._packed = self._loaded if noted.packs(rows, loaded=self._loaded) else None
 
             def begin() -> Any:
                 if noted is not None:
                     noted.taken.clear()
                 batches = original(loader)
-                if not self._repeat or noted is None or getattr(loader, "_auto_collation", True):
+                if not self._repeat or noted is None or noted.is_indexed(loader):
                     return batches
                 return RegroupedBatches(batches, scale=lambda: self._scale_of(noted))
 
@@ -249,7 +250,7 @@ class BatchSources:
 
         def regrouped(loader: Any) -> Any:
             batches, noted = index_sampler.fget(loader), loader.__dict__.get("_optuna_dsat")
-            if noted is None or not loader._auto_collation:
+            if noted is None or not noted.is_indexed(loader):
                 return batches
             return RegroupedIndices(batches, scale=lambda: self._scale_of(noted), taken=noted.taken.append)
 
@@ -290,6 +291,8 @@ class _Loader:
         """Return a data loader's arguments with the batch size ``size`` replaced by the launch's micro-batch."""
         sampler = kwargs.get("batch_sampler", args[4] if len(args) > 4 else None)
         given = kwargs.get("batch_size", args[1] if len(args) > 1 else 1)
+        if sampler is given is None:  # the sampler may yield lists of indices, of which the dataset makes batches
+            sampler = kwargs.get("sampler", args[3] if len(args) > 3 else None)
         if sampler is not None:
             given = getattr(sampler, "batch_size", None)
         self.batch_size = self.made_with = given if is_size(given) else None
@@ -321,10 +324,16 @@ class _Loader:
             self._packs = self.samples is None or self.samples >= made_with
         return bool(self._packs)
 
+    def is_indexed(self, loader: Any) -> bool:
+        """Return whether a sampler yields lists of indices; otherwise the dataset yields batches."""
+        return self.made_with is not None or getattr(loader, "_auto_collation", True)
+
     def measure(self, loader: Any) -> None:
         """Record the batches that workers prefetch, and the samples per rank and epoch unless the dataset batches."""
         self.prefetched = getattr(loader, "num_workers", 0) * (getattr(loader, "prefetch_factor", None) or 0)
         batches: Any = getattr(loader, "batch_sampler", None)
+        if batches is None and self.made_with is not None:
+            batches = getattr(loader, "sampler", None)
         if hasattr(batches, "samples_per_rank"):  # the batch sampler of a ``DeepSpeedTrial``, which shards
             self.samples = batches.samples_per_rank
         elif batches is not None:

@@ -91,6 +91,13 @@ def contained(batch: Any) -> Mapping[Any, Any]:
     return {}
 
 
+def attributes_in(batch: Any, depth: int = 2) -> list[Any]:
+    """Return the attributes of each object in a batch, down to a depth of containers; not of functions and modules."""
+    if content := contained(batch):
+        return [found for item in content.values() if depth for found in attributes_in(item, depth - 1)]
+    return [vars(batch)] if hasattr(batch, "__dict__") and not callable(batch) else []
+
+
 def _has_shape(value: Any) -> bool:
     try:
         len(value.shape)
@@ -139,13 +146,12 @@ def sample_counter(
         if size is None and known.loaded is not None:
             return InputSize(samples=known.loaded, loaded=known.loaded)
         if size is None:
-            given = [item for part in contained(batch).values() for item in contained(part).values()]
-            batch = [vars(item) for item in given if hasattr(item, "__dict__") and not callable(item)]  # no module
+            batch = attributes_in(batch)
             size = size_of(batch)
         if size is None:
             return None
         tensors = shaped_tensors(batch)
-        listed = _listed_samples(batch, known.loaded)
+        listed = _listed_samples(batch, known)
         if any(item is tensors[0] for item in tensors_of(listed)):
             return InputSize(
                 samples=-(-len(listed) * rows[1] // rows[0]),
@@ -191,17 +197,21 @@ def _samples_in(tensors: Sequence[Any], known: BatchNumbers) -> tuple[int, bool]
     return count, is_ambiguous
 
 
-def _listed_samples(batch: Any, samples: int | None, depth: int = _DEPTH) -> Sequence[Any]:
+def _listed_samples(batch: Any, known: BatchNumbers, depth: int = _DEPTH) -> Sequence[Any]:
     """Return the first list of a tensor or mapping per sample in ``(args, kwargs)``, as for detection; else empty.
 
-    A list of tensors whose leading dimensions are multiples of ``samples`` contains features or views of a batch.
+    A list of tensors whose leading dimensions are multiples of its length contains features or views of a batch.
+    Without a loader, so does a list whose leading dimensions are known batch sizes.
     """
     if depth == 0:
         return ()
     items = [*contained(batch).values()]
-    if len(items) == samples and isinstance(batch, (list, tuple)) and depth <= _DEPTH - 2:
-        shapes: list[Sequence[int]] = [getattr(item, "shape", None) or () for item in items]
-        are_samples = all(shapes) and (samples == 1 or any(shape[0] % samples for shape in shapes))
-        if are_samples or all(isinstance(item, Mapping) for item in items):
+    sizes = (known.configured | known.named) - {1} if known.loaded is None else {known.loaded}
+    if len(items) in sizes and isinstance(batch, (list, tuple)) and depth <= _DEPTH - 2:
+        rows = [size.samples for size in map(size_of, items) if size is not None]
+        are_tensors = all(getattr(item, "shape", None) for item in items)
+        are_samples = are_tensors and (len(items) == 1 or any(row % len(items) for row in rows))
+        is_batch = known.loaded is None and {*rows} <= sizes
+        if not is_batch and (are_samples or all(isinstance(item, Mapping) for item in items)):
             return items
-    return next(filter(None, (_listed_samples(item, samples, depth - 1) for item in items)), ())
+    return next(filter(None, (_listed_samples(item, known, depth - 1) for item in items)), ())
