@@ -148,10 +148,11 @@ class EventLog:
         return {event.observed_micro_batch for event in self._steps}
 
     @property
-    def inputs_grow(self) -> bool:
-        """Whether the inputs of a sample grow from step to step, alike in all ranks, as by a curriculum.
+    def inputs_change(self) -> bool:
+        """Whether the script changes the inputs of a sample from step to step: they grow, or double in some step.
 
-        Inputs that are padded to their longest sample differ between ranks; a single rank's may grow by chance.
+        As by a curriculum or for training at several resolutions, alike in all ranks. Inputs that are padded to their
+        longest sample differ between ranks; those of a single rank vary by chance, so only growth counts.
         """
         ranks: dict[int, list[float]] = {}
         for event in self._steps:
@@ -159,8 +160,10 @@ class EventLog:
                 ranks.setdefault(event.rank, []).append(event.elements / event.samples)
         steps = list(zip(*ranks.values(), strict=False))  # the last one may not be known of every rank
         sizes = [max(step) for step in steps]
-        alike = all(min(step) == max(step) for step in steps)
-        return alike and sizes == sorted(sizes) and bool(sizes) and sizes[-1] > (1 + LEAST_VARIATION) * sizes[0]
+        if not sizes or any(min(step) < max(step) for step in steps):
+            return False
+        change = max(sizes) / min(sizes)
+        return change > 1 + LEAST_VARIATION and (sizes == sorted(sizes) or (change >= 2 and len(ranks) > 1))
 
     @property
     def starts(self) -> list[RankStarted]:

@@ -443,7 +443,7 @@ def _changes_for(launch: Launch, request: LaunchRequest) -> Mapping[str, Any] | 
     if _without_batch(running.command) != _without_batch(request.command):
         return None
     changes = live_changes(running.ds_config, request.ds_config)
-    if changes is None or launch.log.inputs_grow:
+    if changes is None or launch.log.inputs_change:
         return None
     if request.command.batch_source.get("kind") == "held":  # the script makes its batches whatever the config says
         fed = launch.log.micro_batches

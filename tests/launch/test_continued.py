@@ -132,7 +132,7 @@ def test_stages_of_a_pipeline_send_their_shapes_anew(launcher: TorchrunLauncher,
 def test_another_structure_and_a_request_that_does_not_continue_are_launched(
     tmp_path: Path, changes: dict[str, Any], continued: bool
 ) -> None:
-    running: Any = SimpleNamespace(request=trial(tmp_path, "first"), log=SimpleNamespace(inputs_grow=False))
+    running: Any = SimpleNamespace(request=trial(tmp_path, "first"), log=SimpleNamespace(inputs_change=False))
     assert (_changes_for(running, trial(tmp_path, "second", **changes)) is not None) is continued
 
 
@@ -240,7 +240,7 @@ def test_batches_that_the_script_makes_are_continued_only_where_all_have_the_siz
     """Batches of the profile launch of a token budget were cut to the user's micro-batch."""
     profile, wanted = (trial(tmp_path, name, size=size) for name, size in (("profile", 1), ("first", 4)))
     wanted = replace(wanted, command=replace(wanted.command, batch_source={"kind": "held"}))
-    running: Any = SimpleNamespace(request=profile, log=SimpleNamespace(micro_batches=fed, inputs_grow=False))
+    running: Any = SimpleNamespace(request=profile, log=SimpleNamespace(micro_batches=fed, inputs_change=False))
     assert (_changes_for(running, wanted) == {"train_micro_batch_size_per_gpu": 4}) is continues
     running.request = wanted  # at the same size, the first steps of each launch have the same batches
     assert (_changes_for(running, wanted) == {}) is (len(fed) == 1)
@@ -255,13 +255,17 @@ def test_batches_that_the_script_makes_are_continued_only_where_all_have_the_siz
         ([64, 96, 80, 128], [], True),
         ([64, 64, 66], [], True),
         ([96, 64], [], True),
+        ([96, 32], [], True),
+        ([96, 64, 32], [96, 64, 32], False),
+        ([96, 64, 80], [96, 64, 80], True),
+        ([96, 64, 32], [96, 80, 32], True),
         ([], [], True),
     ],
 )
-def test_a_launch_whose_inputs_grow_is_not_continued(
+def test_a_launch_whose_inputs_the_script_changes_is_not_continued(
     tmp_path: Path, elements: list[int], others: list[int], continues: bool
 ) -> None:
-    """Trials of a curriculum were compared at the lengths that it had reached."""
+    """Trials of a curriculum were compared at the lengths that it had reached, of several resolutions at any of them."""
     request = trial(tmp_path, "first")
     log = EventLog(RunDirectory(tmp_path), slots=1, started=0.0)
     log._steps = [
