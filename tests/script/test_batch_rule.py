@@ -91,7 +91,7 @@ def test_an_option_with_the_number_of_rows_is_the_micro_batch_rather_than_a_glob
 
 
 def test_a_length_is_no_batch_size() -> None:
-    for name in ("--bptt", "--seq-len", "--max_length", "model.block_size=", "--context"):
+    for name in ("--bptt", "--seq-len", "--max_length", "model.block_size=", "--context", "--num-steps"):
         assert guesses(found(options={name: 4}), fed=4, ranks=1) == []
         assert guesses(found(settings=[{"file": "/a/run.yaml", "key": name, "value": 4}]), fed=4, ranks=1) == []
 

@@ -19,8 +19,8 @@ _BATCH = re.compile(r"batch|(^|[-_.])(m?bsz?|mbs|micro|b|bz|bsize)(=?$|[-_.=])|^
 """Names of batch sizes."""
 _ELSEWHERE = re.compile(r"eval|valid|test|predict|infer|generat", re.IGNORECASE)
 """Names of batch sizes outside of training."""
-_LENGTH = re.compile(r"bptt|seq|len|context|ctx|block|window|token", re.IGNORECASE)
-"""Names of sequence lengths."""
+_LENGTH = re.compile(r"bptt|seq|len|context|ctx|block|window|token|rollout|horizon|n(um)?[-_.]?steps", re.IGNORECASE)
+"""Names of lengths of sequences and rollouts."""
 _ACCUMULATION = re.compile(r"accum|grad\w*[-_.]acc|update[-_.]freq|(^|[-_.])gas(=?$|[-_.=])", re.IGNORECASE)
 """Names of accumulation steps."""
 _STAGE = re.compile(r"stage(?!s)|zero", re.IGNORECASE)
@@ -38,7 +38,7 @@ def means_elsewhere(name: str) -> bool:
 
 
 def means_length(name: str) -> bool:
-    """Return whether a name suggests a sequence length and not a batch size."""
+    """Return whether a name suggests the length of a sequence or rollout and not a batch size."""
     return _LENGTH.search(name) is not None and not means_batch(name)
 
 
