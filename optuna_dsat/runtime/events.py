@@ -144,7 +144,7 @@ class EngineReady(Event, kind="engine_ready"):
     config_option: str = ""
     """The script's option for its DeepSpeed config, if it was omitted and the runtime set it to the launch's file."""
     config_in_code: bool = False
-    """Whether the script opened the user's config by a hard-coded path."""
+    """Whether the script did not open its arguments' config: it has a config in code, or a hard-coded path."""
     takes_local_rank: str = ""
     """The script's option ``--local_rank`` or ``--local-rank``, which torchrun does not set; empty without any."""
     starts_ranks: bool = False

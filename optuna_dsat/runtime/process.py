@@ -134,8 +134,10 @@ class _RankProcess:
         self._install_hook()
         args = self._arguments(command)
 
+        facts["config_in_code"] = bool(plan.user_config_path)  # until the script reads the launch's file
+
         def reads_config(by_its_name: bool) -> None:
-            facts["config_in_code"] = facts.get("config_in_code", True) and not by_its_name
+            facts["config_in_code"] = facts["config_in_code"] and not by_its_name
 
         self._record_exit_at_once()
         measure_restarts(command.name)

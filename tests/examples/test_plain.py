@@ -58,6 +58,7 @@ def test_the_path_of_the_config_reaches_zero_init_too(launch: Launch) -> None:
     assert launched.engine.zero_stage == 3
     assert launched.profile.params == PARAMETERS
     assert {step.observed_micro_batch for step in launched.steps} == {5}  # found behind a scalar, in a dict by keyword
+    assert not launched.engine.config_in_code
 
 
 def test_a_config_in_code_accumulates_as_the_trial_says_and_its_differences_are_told(launch: Launch) -> None:
@@ -71,6 +72,7 @@ def test_a_config_in_code_accumulates_as_the_trial_says_and_its_differences_are_
         "gradient_accumulation_steps": [4, 1],
         "optimizer.type": ["Adam", "AdamW"],
     }
+    assert launched.engine.config_in_code
     assert launched.changed == set()  # DeepSpeed's csv_monitor would have written
 
 
