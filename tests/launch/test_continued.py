@@ -265,7 +265,7 @@ def test_batches_that_the_script_makes_are_continued_only_where_all_have_the_siz
 def test_a_launch_whose_inputs_the_script_changes_is_not_continued(
     tmp_path: Path, elements: list[int], others: list[int], continues: bool
 ) -> None:
-    """Trials of a curriculum were compared at the lengths that it had reached, of several resolutions at any of them."""
+    """Trials of a curriculum were compared at the lengths that it had reached, of several resolutions at any."""
     request = trial(tmp_path, "first")
     log = EventLog(RunDirectory(tmp_path), slots=1, started=0.0)
     log._steps = [

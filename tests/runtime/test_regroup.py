@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from optuna_dsat.runtime.adapt.regroup import RegroupedBatches, RegroupedIndices, RepeatedInputs
-from optuna_dsat.runtime.measure.inputs import BatchNumbers, sample_counter
+from optuna_dsat.runtime.measure.inputs import BatchNumbers, InputSize, micro_batches, sample_counter
 from optuna_dsat.runtime.measure.live import NotLiveError
 from tests.harness import present
 
@@ -221,6 +221,23 @@ def test_lists_of_images_are_samples(images: list[Any], named: int | None, expec
     size = sample_counter(lambda: numbers)(((images, [{"labels": torch.zeros(2)}] * len(images)), {}))
     assert size is not None
     assert (size.samples, size.elements) == expected
+
+
+@pytest.mark.parametrize(
+    ("sizes", "drawn", "expected"),
+    [
+        ([8, 8, 8], 24, [8, 8, 8]),  # three tasks, each with its loader
+        ([8, 24], 32, [8, 24]),
+        ([8, 8, 8], 8, [8]),  # triplets
+        ([8, 8, 8], 16, [8]),
+        ([4, 4], 8, [4, 4]),  # parts of a batch
+        ([], 8, []),
+    ],
+)
+def test_the_batches_of_several_loaders_all_count(sizes: list[int], drawn: int, expected: list[int]) -> None:
+    """Losses of three tasks with one backward pass: a third of the samples was counted."""
+    fed = [InputSize(samples=size, loaded=8, drawn=100 + drawn) for size in sizes]
+    assert [size.samples for size in micro_batches(fed, drawn_before=100)] == expected
 
 
 def test_the_tensors_of_a_dataclass_are_counted_though_the_loaders_batches_are_larger() -> None:

@@ -73,6 +73,8 @@ class BatchSources:
         """Samples of the batch that a loader yielded last; None if unknown."""
         self._recent: deque[int] = deque(maxlen=_READ_AHEAD + 1)
         """Samples of the latest batches."""
+        self._drawn = 0
+        """Samples of all batches of loaders that feed the engine, or of all loaders before the second batch."""
         self._packed: int | None = None
         """Samples of its batch, if its rows are not samples (texts packed for flash attention, nodes of graphs)."""
         self._settings: dict[tuple[str, str], int] = {}
@@ -126,9 +128,8 @@ class BatchSources:
         """Return the numbers known so far to be batch sizes."""
         settings = [(key, value) for (_, key), value in self._settings.items()]
         named = {value for name, value in [*self._parsers.numbers().items(), *settings] if names_training_batch(name)}
-        return BatchNumbers(
-            configured=configured, named=named, loaded=self._loaded, packed=self._packed, recent={*self._recent}
-        )
+        sizes: dict[str, Any] = {"configured": configured, "named": named, "recent": {*self._recent}}
+        return BatchNumbers(**sizes, loaded=self._loaded, packed=self._packed, drawn=self._drawn)
 
     def rescale(self, ratio: Fraction) -> int:
         """Multiply the batch size of the data loaders that feed the engine, also within an iteration.
@@ -224,6 +225,8 @@ class BatchSources:
                 if noted is not None and noted.made_with is not None:
                     self._loaded = taken or noted.made_with
                     self._recent.append(self._loaded)
+                    if noted.trains or not any(loader.trains for loader in self._loaders):
+                        self._drawn += self._loaded
                     tensors = shaped_tensors(batch) or shaped_tensors(attributes_in(batch))
                     rows = [int(tensor.shape[0]) for tensor in tensors]
                     self._packed = self._loaded if noted.packs(rows, loaded=self._loaded) else None

@@ -25,6 +25,8 @@ class InputSize:
     """Whether ``elements`` counts tokens: the first tensor has integers of (samples, length)."""
     loaded: int | None = None
     """Samples of the data loader's batch that the inputs are of; None if unknown, or of several passes."""
+    drawn: int = 0
+    """``BatchNumbers.drawn`` when the inputs were fed."""
     is_ambiguous: bool = False
     """Whether the second dimension may have the samples instead, by the known batch sizes."""
 
@@ -35,6 +37,19 @@ class InputSize:
             are_tokens=self.are_tokens or other.are_tokens,
             is_ambiguous=self.is_ambiguous or other.is_ambiguous,
         )
+
+
+def micro_batches(sizes: Sequence[InputSize], *, drawn_before: int) -> Sequence[InputSize]:
+    """Return the inputs before a backward pass, as one micro-batch as large as the largest unless each has own samples.
+
+    Inputs of the same samples are anchors, positives and negatives, crops of two resolutions, or a discriminator's real
+    and fake samples. Inputs have own samples if they are parts of a batch, or have as many as loaders have yielded
+    since the last backward pass (``drawn_before``): batches of several tasks.
+    """
+    total = sum(sizes, InputSize(samples=0))
+    if total.samples and total.samples in (sizes[0].loaded, sizes[-1].drawn - drawn_before):
+        return sizes
+    return [replace(total, samples=max(size.samples for size in sizes))] if total.samples else []
 
 
 def size_of(batch: Any) -> InputSize | None:
@@ -126,6 +141,8 @@ class BatchNumbers:
     """Samples of the batch that a data loader yielded last; None if unknown."""
     recent: Set[int] = frozenset()
     """Samples of its latest batches: the present one may have been read ahead of others."""
+    drawn: int = 0
+    """Samples of all batches that the loaders of the training data have yielded so far."""
     packed: int | None = None
     """Samples of the loader's current batch, if its rows are not samples; None for other batches."""
 
@@ -162,7 +179,7 @@ def sample_counter(
         if rows[0] == rows[1]:  # else rows are known to be fed
             count, is_ambiguous = _samples_in(tensors, known) if known.packed is None else (known.packed, False)
         samples = -(-count * rows[1] // rows[0])
-        return replace(size, samples=samples, loaded=known.loaded, is_ambiguous=is_ambiguous)
+        return replace(size, samples=samples, loaded=known.loaded, drawn=known.drawn, is_ambiguous=is_ambiguous)
 
     return counted
 

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from optuna_dsat.outcome import Outcome
@@ -29,7 +29,7 @@ from optuna_dsat.runtime.measure.engine import (
     loss_of,
     sequence_shards,
 )
-from optuna_dsat.runtime.measure.inputs import InputSize, size_of
+from optuna_dsat.runtime.measure.inputs import InputSize, micro_batches, size_of
 from optuna_dsat.runtime.measure.live import Transition, forget_shapes
 from optuna_dsat.runtime.measure.memory import CpuMemory, CudaMemory
 from optuna_dsat.runtime.measure.profiler import Profiler
@@ -154,6 +154,7 @@ class Meter:
         self._state = state
         self._unproven: InputSize | None = None
         self._fed_in_training = False
+        self._drawn = 0
         self._trains_in_eval_mode = False
         self._last_step = last_step
         self._exit_process = exit_process
@@ -402,16 +403,10 @@ class Meter:
             self._step.micro_batch = max(size.samples, self._step.micro_batch or 0)
 
     def _close_inputs(self, *sizes: InputSize) -> None:
-        """Count inputs before a backward pass as one micro-batch, as large as the largest, unless they are its parts.
-
-        They are anchors, positives and negatives, crops of two resolutions, or a discriminator's real and fake samples.
-        """
+        """Count the inputs before a backward pass."""
         sizes, self._step.direct = (*sizes, *self._step.direct), []
-        total = sum(sizes, InputSize(samples=0))
-        if sizes and total.samples == sizes[0].loaded:
-            self._count(*sizes)
-        elif total.samples:
-            self._count(replace(total, samples=max(size.samples for size in sizes)))
+        self._count(*micro_batches(sizes, drawn_before=self._drawn))
+        self._drawn = max([self._drawn, *(size.drawn for size in sizes)])
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
