@@ -15,6 +15,7 @@ from optuna_dsat.runtime.adapt.regroup import RegroupedBatches, RegroupedIndices
 from optuna_dsat.runtime.measure.inputs import BatchNumbers, InputSize, micro_batches, sample_counter
 from optuna_dsat.runtime.measure.live import NotLiveError
 from tests.harness import present
+from tests.harness.meter import Engine, MeterBench
 
 
 class Pair(NamedTuple):
@@ -238,6 +239,24 @@ def test_the_batches_of_several_loaders_all_count(sizes: list[int], drawn: int, 
     """Losses of three tasks with one backward pass: a third of the samples was counted."""
     fed = [InputSize(samples=size, loaded=8, drawn=100 + drawn) for size in sizes]
     assert [size.samples for size in micro_batches(fed, drawn_before=100)] == expected
+
+
+def test_a_batch_that_a_method_of_the_module_gets_has_the_loaders_size() -> None:
+    """Nothing was observed of scripts that call ``engine.module.loss(batch)``, and their batch size was held."""
+    bench, drawn = MeterBench(Engine), 0
+    bench.meter._size_of = sample_counter(lambda: BatchNumbers(configured={1}, named=set(), loaded=8, drawn=drawn))
+    for _ in range(2):
+        drawn += 8
+        for _ in range(2):  # two losses of a batch
+            bench.engine.backward(torch.tensor(0.5))
+        bench.engine.step()
+    assert [(step.observed_micro_batch, step.samples) for step in bench.steps] == [(8, 8)] * 2
+    bench.engine.module.eval()
+    drawn += 8
+    bench.engine(torch.ones(4, 2))  # a model that the script trains in eval mode
+    bench.engine.backward(torch.tensor(0.5))
+    bench.engine.step()
+    assert (bench.steps[2].observed_micro_batch, bench.steps[2].samples) == (4, 4)
 
 
 def test_the_tensors_of_a_dataclass_are_counted_though_the_loaders_batches_are_larger() -> None:

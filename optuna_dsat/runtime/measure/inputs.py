@@ -161,7 +161,7 @@ def sample_counter(
     def counted(batch: Any) -> InputSize | None:
         size, known = size_of(batch), numbers()
         if size is None and known.loaded is not None:
-            return InputSize(samples=known.loaded, loaded=known.loaded)
+            return InputSize(samples=known.loaded, loaded=known.loaded, drawn=known.drawn)
         if size is None:
             batch = attributes_in(batch)
             size = size_of(batch)

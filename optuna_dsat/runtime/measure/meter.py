@@ -260,6 +260,9 @@ class Meter:
     def _backward(self, original: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> Any:
         self._prove_training()
         passes, self._step.passes = self._step.passes, []
+        if not (passes or self._step.direct) and (size := self._size_of(())) and size.drawn > self._drawn:
+            self._note_feeding(size)  # by a method of the module
+            passes = [size]
         with self._phase("backward"):
             result = original(loss, *args, **kwargs)
         self._step.passes_back += 1
@@ -379,6 +382,7 @@ class Meter:
             self._evaluation = None
             self._note_feeding(size)
             self._count(size)
+            self._drawn = size.drawn
         self._fed_in_training = False
 
     def _fed_sizes(self, batch: Any) -> list[InputSize]:
