@@ -152,7 +152,7 @@ class EventLog:
         """Whether the script changes the inputs of a sample from step to step: they grow, or double in some step.
 
         As by a curriculum or for training at several resolutions, alike in all ranks. Inputs that are padded to their
-        longest sample differ between ranks; those of a single rank vary by chance, so only growth counts.
+        longest sample differ between ranks. In a single rank they vary by chance: only growth counts.
         """
         ranks: dict[int, list[float]] = {}
         for event in self._steps:

@@ -40,10 +40,10 @@ class InputSize:
 
 
 def micro_batches(sizes: Sequence[InputSize], *, drawn_before: int) -> Sequence[InputSize]:
-    """Return the inputs before a backward pass, as one micro-batch as large as the largest unless each has own samples.
+    """Return the inputs before a backward pass, as one micro-batch as large as the largest unless their samples differ.
 
     Inputs of the same samples are anchors, positives and negatives, crops of two resolutions, or a discriminator's real
-    and fake samples. Inputs have own samples if they are parts of a batch, or have as many as loaders have yielded
+    and fake samples. Samples differ if the inputs are parts of a batch, or have as many samples as loaders have yielded
     since the last backward pass (``drawn_before``): batches of several tasks.
     """
     total = sum(sizes, InputSize(samples=0))
@@ -109,7 +109,7 @@ def contained(batch: Any) -> Mapping[Any, Any]:
 def attributes_in(batch: Any, depth: int = 2) -> list[Any]:
     """Return the attributes of each object in a batch, down to a depth of containers; not of functions and modules."""
     if content := contained(batch):
-        return [found for item in content.values() if depth for found in attributes_in(item, depth - 1)]
+        return [each for item in content.values() if depth for each in attributes_in(item, depth - 1)]
     return [vars(batch)] if hasattr(batch, "__dict__") and not callable(batch) else []
 
 
