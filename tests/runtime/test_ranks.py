@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext, suppress
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
@@ -322,12 +323,15 @@ def _another_error(_: int) -> None:
     raise ValueError("another")
 
 
-def test_processes_that_train_run_in_place_and_others_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["function", "partial", "method", "class"])
+@pytest.mark.parametrize("seen", ["join", "is_alive"])
+def test_processes_that_train_run_in_place_and_others_apart(
+    monkeypatch: pytest.MonkeyPatch, kind: str, seen: str
+) -> None:
     group: Any = ModuleType("torch.distributed")
     group.init_process_group = joined = None
     monkeypatch.setitem(sys.modules, "torch.distributed", group)
-    for name in ("start", "join"):  # restored after the test
-        monkeypatch.setattr(BaseProcess, name, getattr(BaseProcess, name))
+    monkeypatch.setattr(BaseProcess, "start", BaseProcess.start)  # restored after the test
     context = get_context("fork")
     ran: list[Any] = []
 
@@ -338,23 +342,61 @@ def test_processes_that_train_run_in_place_and_others_apart(monkeypatch: pytest.
             group.init_process_group(rank)
         os._exit(1) if os.getpid() != tester else None
 
+    class Worker(context.Process):  # type: ignore[name-defined,misc] # a class of the context
+        def __init__(self, number: int, ranks: int) -> None:
+            super().__init__()
+            self.number, self.ranks = number, ranks
+
+        def run(self) -> None:
+            train(self.number, ranks=self.ranks)
+
+    def process_of(number: int, ranks: int) -> Any:
+        if kind == "class":
+            return Worker(number, ranks)
+        if kind == "function":
+            return context.Process(target=train, args=(number,), kwargs={"ranks": ranks})
+        partial = functools.partial(train, number, ranks=ranks)
+        return context.Process(target=partial if kind == "partial" else Worker(number, ranks).run)
+
+    def end(process: Any) -> None:
+        if seen == "join":
+            process.join()
+        while process.is_alive():
+            pass
+
     tester = os.getpid()
     processes_in_place(SimpleNamespace(BaseProcess=BaseProcess), rank=RANK, on_spawn=lambda: ran.append("noted"))
     for count in (2, 3):
         helper = context.Process(target=ran.append, args=("apart",))
-        ranks = [context.Process(target=train, args=(rank,), kwargs={"ranks": count}) for rank in range(count)]
+        ranks = [process_of(rank, count) for rank in range(count)]
         for process in (helper, *ranks):
             process.start()
         helper.join()
         with nullcontext() if count == 2 else pytest.raises(ValueError, match=r"starts 3 processes by .*trial 3 "):
-            ranks[0].join()
-            ranks[1].join()
+            end(ranks[0])
+            end(ranks[1])
             assert [process.exitcode for process in (helper, *ranks)] == [0, 0, 0]
         assert ran == ["noted", (1, 2, tester)]
 
 
+def test_a_pool_trains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    group: Any = ModuleType("torch.distributed")
+    group.init_process_group = None
+    monkeypatch.setitem(sys.modules, "torch.distributed", group)
+    monkeypatch.setattr(BaseProcess, "start", BaseProcess.start)  # restored after the test
+    processes_in_place(SimpleNamespace(BaseProcess=BaseProcess), rank=RANK, on_spawn=lambda: None)
+    with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
+        assert pool.submit(abs, -1).result() == 1
+        with pytest.raises(ValueError, match=r"trains in the processes of a pool, .*: start the ranks by torchrun"):
+            pool.submit(_join_group).result()
+
+
+def _join_group() -> None:
+    sys.modules["torch.distributed"].init_process_group()
+
+
 @pytest.mark.torchrun
-@pytest.mark.parametrize("started_by", [(), ("Process",)])
+@pytest.mark.parametrize("started_by", [(), ("Process",), ("Worker",)])
 def test_each_rank_runs_its_share(tmp_path: Path, warm_ranks: WarmRanks, started_by: tuple[str, ...]) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from multiprocessing.context import SpawnProcess
 
 import torch
 import torch.multiprocessing as mp
@@ -28,10 +29,21 @@ def train(rank: int, ranks: int, port: str) -> None:
         engine.step()
 
 
+class Worker(SpawnProcess):
+    def __init__(self, number: int, port: str) -> None:
+        super().__init__()
+        self.number, self.port = number, port
+
+    def run(self) -> None:
+        train(self.number, 2, self.port)
+
+
 if __name__ == "__main__":
     port, *started_by = sys.argv[1:]
     if started_by:
-        processes = [mp.get_context("spawn").Process(target=train, args=(rank, 2, port)) for rank in range(2)]
+        processes: list[SpawnProcess] = [Worker(rank, port) for rank in range(2)]
+        if started_by == ["Process"]:
+            processes = [SpawnProcess(target=train, args=(rank, 2, port)) for rank in range(2)]
         for process in processes:
             process.start()
         for process in processes:

@@ -40,8 +40,12 @@ _OPTIONS = (LOCAL_RANK, "--local-rank")
 _BY_HAND = re.compile(r"--local_rank(?![\w-])")
 _PLACE = ("MASTER_ADDR", "MASTER_PORT")
 _PYTHON = re.compile("python|pypy")
-_STARTING = ("concurrent", "multiprocessing", "torch")
-"""Packages whose processes, such as workers of data loaders, are not ranks."""
+_POOLS = ("concurrent", "joblib", "loky", "multiprocessing")
+"""Packages whose processes call functions that they are sent."""
+_IN_POOL = (
+    "the script trains in the processes of a pool, whose steps cannot be measured: start the ranks by torchrun, "
+    "torch.multiprocessing.spawn or multiprocessing.Process"
+)
 _TRAINS = 86
 """Exit code of a process in the place of a rank."""
 _NO_MPI = (
@@ -231,38 +235,50 @@ def spawn_in_place(multiprocessing: Any, *, rank: Rank, on_spawn: Callable[[], N
 def processes_in_place(process: Any, *, rank: Rank, on_spawn: Callable[[], None]) -> None:
     """Make processes of ``multiprocessing`` that train run only this rank's function, in this process.
 
-    They start as usual and end where they would join the ranks; the script's first ``join`` of one runs the function.
+    They start as usual and end where they would join the ranks; where the script first sees this, the function runs.
     """
-    started: dict[Any, functools.partial[Any]] = {}
+    started: dict[Any, Callable[[], Any]] = {}
+    busy: list[Any] = []
 
     @patch(process.BaseProcess, "start")
     def start(original: Any, self: Any) -> None:
-        function = self._target
-        if function is None or str(getattr(function, "__module__", "")).partition(".")[0] in _STARTING:
+        function = self._target or self.run
+        package = str(getattr(function, "__module__", "")).partition(".")[0]
+        if package == "torch":
             original(self)
             return
-        call = functools.partial(function, *self._args, **self._kwargs)
-        self._target = functools.partial(_until_training, function)
-        original(self)
+        call = functools.partial(function, *self._args, **self._kwargs) if self._target else function
+        refusal = functools.partial(_without_engine, function, _IN_POOL)
+        apart = refusal if package in _POOLS else functools.partial(_until_training, function)
+        setattr(self, "_target" if self._target else "run", apart)
+        busy.append(self)  # a start sees the ends of others, too
+        try:
+            original(self)
+        finally:
+            busy.remove(self)
+            vars(self).pop("run", None)
         started[self] = call
+        self._popen.poll = functools.partial(poll, self, self._popen.poll)
 
-    @patch(process.BaseProcess, "join")
-    def join(original: Any, self: Any, timeout: float | None = None) -> None:
-        original(self, timeout)
-        if self.exitcode != _TRAINS:
-            if self.exitcode is not None:
-                started.pop(self, None)
-            return
-        ranks = [each for each in started if started[each].func is started[self].func]
+    def poll(self: Any, original: Any, *flags: int) -> int | None:
+        code: int | None = original(*flags)
+        if code is None or busy:
+            return None
+        if code != _TRAINS or self not in started:
+            started.pop(self, None)
+            return code
+        ranks = [each for each in started if _code(started[each]) is _code(started[self])]
+        calls = [started.pop(each) for each in ranks]
         if len(ranks) != rank.local_world_size:
             raise ValueError(_of_multiprocessing(len(ranks), rank.local_world_size, "multiprocessing.Process"))
-        call = started[ranks[rank.local_rank]]
+        busy.append(self)
         for each in ranks:
-            original(each)
+            each._popen.wait()
             each._popen.returncode = 0
-            del started[each]
+        busy.remove(self)
         on_spawn()
-        call()
+        calls[rank.local_rank]()
+        return 0
 
 
 def _of_multiprocessing(count: int, ranks: int, name: str) -> str:
@@ -276,14 +292,26 @@ def _until_training(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     fn(*args, **kwargs)
 
 
-def _without_engine(fn: Callable[..., Any], refusal: str, index: int, *args: Any) -> None:
-    """Run a process spawned by the script; raise if it joins the ranks, where it might wait, or makes an engine."""
+def _code(call: Any) -> Any:
+    """Return what identical calls with other arguments share: the code of a function, or the class of a callable."""
+    function = _function(call)
+    return getattr(function, "__code__", type(function))
+
+
+def _function(call: Any) -> Any:
+    while isinstance(call, functools.partial):
+        call = call.func
+    return call
+
+
+def _without_engine(fn: Callable[..., Any], refusal: str, *args: Any, **kwargs: Any) -> None:
+    """Run a process started by the script; raise if it joins the ranks, where it might wait, or makes an engine."""
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise ValueError(refusal)
 
     _instead_of_training(fn, refuse)
-    fn(index, *args)
+    fn(*args, **kwargs)
 
 
 def _instead_of_training(fn: Any, refuse: Callable[..., NoReturn]) -> None:
@@ -296,7 +324,7 @@ def _instead_of_training(fn: Any, refuse: Callable[..., NoReturn]) -> None:
         for name in {"initialize", "init_distributed", "init_process_group"} & vars(module).keys():
             original = inspect.unwrap(getattr(module, name))
             modules = [getattr(other, "__dict__", {}) for other in list(sys.modules.values())]
-            for names in (getattr(fn, "__globals__", {}), *modules):
+            for names in (getattr(_function(fn), "__globals__", {}), *modules):
                 if name in names and inspect.unwrap(names[name]) is original:
                     names[name] = refuse
 
