@@ -114,10 +114,14 @@ def prepare(method: str | None, given: Given) -> Prepared:
 
 
 def at_ranks(prepared: Prepared, ranks: int) -> Prepared | None:
-    """Return the study at a smaller number of ranks; None if options give the number, or it is not smaller."""
+    """Return the study at a smaller number of ranks; at a larger one if the training command stood for one rank.
+
+    None if options give the number, or it is not smaller.
+    """
     options, devices = prepared.given.options, prepared.request.devices
-    given = [name for name in _DEVICES if getattr(options, name) is not None]
-    if given or options.on != "here" or ranks >= devices.per_launch:
+    origins = [prepared.given.origins.get(name) for name in _DEVICES if getattr(options, name) is not None]
+    is_alone = origins == ["training command"] and devices.per_launch == 1
+    if options.on != "here" or not (is_alone or (not origins and ranks < devices.per_launch)):
         return None
     values = {"gpus_per_trial" if devices.kind == "cuda" else "cpu_ranks": ranks}
     again = prepare(prepared.request.spec.method, prepared.given.with_values(values, "the script"))

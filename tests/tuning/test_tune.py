@@ -137,20 +137,22 @@ def test_a_search_returns_what_the_command_would_print_and_reads_no_environment(
         secret.optuna_study()
 
 
-class OneRank(Hill):
-    """A script that sets its number of ranks to 1."""
+class OwnRanks(Hill):
+    """A script that sets its number of ranks."""
+
+    number = 1
 
     def run(self, ds_config: Mapping[str, Any], slots: int) -> SimulatedResult:
-        if slots == 1:
+        if slots == self.number:
             return super().run(ds_config, slots)
-        message = wrong_number("rank 0: ValueError: the script starts 1 rank itself", 1, slots)
+        message = wrong_number("rank 0: ValueError: the script starts its ranks itself", self.number, slots)
         return SimulatedResult(outcome=Outcome.SCRIPT_ERROR, startup_s=1.0, message=message)
 
 
 def test_a_script_that_sets_its_number_of_ranks_is_tuned_with_that_unless_an_option_says_otherwise(
     bench: EntryPointBench, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    bench.landscape = OneRank()
+    bench.landscape = landscape = OwnRanks()
     options = {**QUICK, "cpu_ranks": None, "quiet": False, "max_trials": 2, "allow": ["lossy"]}
     with pytest.raises(ScriptFailedError, match="launch has 2 ranks: tune with"):
         optuna_dsat.tune("train.py", "ds.json", study="two", **{**options, "cpu_ranks": 2})
@@ -164,6 +166,12 @@ def test_a_script_that_sets_its_number_of_ranks_is_tuned_with_that_unless_an_opt
     assert leave("random", "train.py", "ds.json", *again) == 0
     assert "The study continues: launches have 1 rank, as by --cpu-ranks 1." in capfd.readouterr().err
     assert len(result.trials()) == 3
+    landscape.number = 2
+    own = ("--python", sys.executable, "--study", "without", *again)
+    assert leave("random", *own, "python", "train.py", "ds.json") == 0
+    printed = capfd.readouterr().err
+    assert "trains in one process: each trial takes 1 rank" in printed
+    assert "The script sets its number of ranks: launches have 2 ranks, as by --cpu-ranks 2." in printed
 
 
 @pytest.mark.postgres
