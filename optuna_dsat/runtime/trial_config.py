@@ -68,11 +68,16 @@ def config_differences(
     Scripts that read the user's file get the launch's file, so a value that equals either is not a difference, nor is
     DeepSpeed's default for a key missing in the file. ``"auto"`` equals any value, but for searched settings the filled
     in value is reported. A list of values to try equals each member. Batch sizes are normalized to micro-batch and
-    accumulation before the comparison. Accumulation steps that a script sets itself are reported, even as in the file.
+    accumulation before the comparison. Accumulation steps and global batches that a script sets itself are reported,
+    even as in the file.
 
     ``script`` is the config that the script passed, before the overlay; ``launch`` is the user's with the overlay.
     Values of the keys in ``scripts`` are known to come from the script, also where the user's file contains ``"auto"``.
     """
+    scripts_batches = {GRADIENT_ACCUMULATION}
+    if _contradicts_launch(script, launch=launch, world_size=world_size):
+        script = {key: value for key, value in script.items() if key != MICRO_BATCH}
+        scripts_batches.add(MICRO_BATCH)
     flat_script, flat_user, flat_launch = (
         flatten(_normalized_batches(config, world_size)) for config in (script, user, launch)
     )
@@ -88,12 +93,20 @@ def config_differences(
             launched = None if launched == _AUTO else launched
         if user_value is None and value is not None and value == _DEFAULTS.get(key):
             continue
-        if key == GRADIENT_ACCUMULATION and value == user_value != launched:
+        if key in scripts_batches and value == user_value != launched:
             differences[key] = [value, value]
         is_open = is_own and value == _AUTO and key not in flat_user  # a trainer computes it
         if is_open or (not _agree(value, user_value) and (is_own or not _agree(value, launched))):
             differences[key] = [value, flat_user.get(key)]
     return differences
+
+
+def _contradicts_launch(script: Mapping[str, Any], *, launch: Mapping[str, Any], world_size: int) -> bool:
+    """Return whether a script sets its global batch in the launch's config, whose micro-batch makes another."""
+    sizes = [script.get(key) for key in (TRAIN_BATCH, MICRO_BATCH, GRADIENT_ACCUMULATION)]
+    train, micro, accumulation = (size if isinstance(size, int) else 0 for size in sizes)
+    product = micro * accumulation * world_size
+    return micro == launch.get(MICRO_BATCH) and train * product > 0 and train != product
 
 
 def settings_told(config: Mapping[str, Any]) -> dict[str, Any]:

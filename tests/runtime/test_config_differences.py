@@ -99,6 +99,12 @@ def test_accumulation_steps_that_a_script_sets_itself_are_reported_where_they_eq
     assert config_differences(launch, user=USER, launch=launch, world_size=2) == {}
 
 
+@pytest.mark.parametrize(("size", "found"), [(64, [16, 4]), (16, [4, 4]), (32, None)])
+def test_a_global_batch_that_a_script_sets_in_the_launchs_file_is_its_own(size: int, found: list[int] | None) -> None:
+    """The micro-batch there is the launch's; the script's own command fails with that of the best config."""
+    assert differences({**LAUNCH, "train_batch_size": size}).get("train_micro_batch_size_per_gpu") == found
+
+
 def test_what_a_library_sets_by_itself_is_not_worth_a_word() -> None:
     assert differences_in_words({"zero_allow_untested_optimizer": [True, None]}, file="ds.json") == ""
     words = differences_in_words({"a": [1, None], "zero_allow_untested_optimizer": [True, None]}, file="ds.json")
