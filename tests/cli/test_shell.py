@@ -322,8 +322,8 @@ def test_a_search_whose_study_was_deleted_ends_with_one_line(
     assert "Continue with" not in error
 
 
-def test_the_command_is_a_module_too_and_its_version_goes_to_stdout() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "optuna_dsat", "--version"], capture_output=True, text=True, check=True
-    )
+def test_the_command_is_a_module_too_and_its_version_goes_to_stdout(tmp_path: Path) -> None:
+    (tmp_path / "random.py").write_text("raise ImportError('of the user')")
+    words = [sys.executable, "-m", "optuna_dsat", "--version"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=tmp_path)
     assert (done.stdout, done.stderr) == (f"optuna-dsat {__version__}\n", "")
