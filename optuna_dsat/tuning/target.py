@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,7 +81,14 @@ def _with_experiment(rest: tuple[str, ...], hparams: Path | None) -> tuple[str, 
 
 
 def _script(path: Path) -> tuple[str, str]:
-    """Return the absolute path of a script, with its links as in the ``__file__`` of its own command, and its stem."""
+    """Return the absolute path of a script, with its links as in the ``__file__`` of its own command, and its stem.
+
+    Of a folder, Python runs ``__main__.py``.
+    """
+    if (path / "__main__.py").is_file():
+        return _script(path / "__main__.py")[0], path.resolve().name
+    if zipfile.is_zipfile(path):
+        raise UsageError(f"The script {path} is a zip archive: unpack it, and name the folder.")
     if not path.is_file():
         raise UsageError(
             f"The script {path} {'is not a file' if path.exists() else 'does not exist'}."

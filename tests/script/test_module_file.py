@@ -86,6 +86,9 @@ def test_a_linked_script_runs_by_its_link_and_imports_from_behind_it(
     (tmp_path / "shared" / "sub").mkdir()
     target = find_target(RandomOptions(script="code/../main.py"), python=None)
     assert target.script == str(link.parent / "code" / ".." / "main.py")
+    (source.parent / "__main__.py").write_text("import helper")
+    target = find_target(RandomOptions(script="../shared"), python=None)
+    assert (target.script, target.stem) == (str(source.parent / "__main__.py"), "shared")
 
 
 @pytest.mark.parametrize(
