@@ -317,6 +317,6 @@ def _near_type(section: str, value: str) -> str:
 
 
 def correction_of_type(section: str, value: str) -> str:
-    """Return the remedy for a type of ``optimizer`` or ``scheduler`` that DeepSpeed refuses."""
+    """Return the remedy for a type of ``optimizer`` or ``scheduler`` that the installed DeepSpeed refuses."""
     near, frequent = _near_type(section, value), _OPTIMIZERS if section == "optimizer" else _SCHEDULERS
-    return f"Write {near}" if near else f"Write one of {', '.join(frequent)}"
+    return f"Write {near}" if near not in ("", value) else f"Write one of {', '.join(frequent)}"

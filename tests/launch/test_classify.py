@@ -455,6 +455,11 @@ def test_the_line_names_keys_and_cause(message: str, line: str) -> None:
             "AdmW is not a supported DeepSpeed Optimizer",
             "; optimizer.type is 'AdmW'. Write AdamW",
         ),
+        (
+            {"optimizer.type": "OneBitAdam"},  # newer versions have none
+            "OneBitAdam is not a supported DeepSpeed Optimizer",
+            "; optimizer.type is 'OneBitAdam'. Write one of Adam, AdamW, Adagrad, Lamb, Lion, Muon, SGD",
+        ),
         ({"optimizer.type": "auto"}, "auto is not a supported DeepSpeed Optimizer", "; optimizer.type is 'auto'"),
         (
             {"scheduler.type": "Cosine"},
