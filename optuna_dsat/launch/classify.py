@@ -115,7 +115,9 @@ def _failures(facts: LaunchFacts, *outcomes: Outcome) -> list[RankFailed]:
 def _from_record(record: RankFailed, text: str, *, cause: str = "") -> Verdict:
     where = f" in {record.phase}" if record.phase not in ("script", "between") else ""
     after = f" after {things_in_words(record.steps, 'step')}" if record.steps else ""
-    excerpt = "\n".join(record.traceback.rstrip().splitlines()[-_EXCERPT_LINES:])
+    lines = record.traceback.rstrip().splitlines()[-_EXCERPT_LINES:]
+    first = next((place for place, line in enumerate(lines) if line.startswith(("Traceback ", "  File "))), 0)
+    excerpt = "\n".join(lines[first:])
     return Verdict(
         outcome=record.outcome,
         message=f"rank {record.rank}: {f'{text}{where}{after}'.removesuffix(',')}{cause and f': {cause}'}",
