@@ -113,7 +113,7 @@ class FolderWatch:
             raise ScriptFailedError(
                 f"A launch changed {changes[0]}{more}: a subprocess or a library writes there, which cannot "
                 f"be redirected without overlays. Allow it with --writable {shlex.quote(changes[0])}, or run where "
-                "overlays can be mounted (optuna-dsat doctor).",
+                "overlays can be mounted (optuna-dsat doctor). If you changed it yourself, run the command again.",
                 log_path=str(launch.directory.stdout(0)),
             )
 

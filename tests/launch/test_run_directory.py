@@ -145,7 +145,7 @@ def test_changes_are_found_and_nothing_else(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     watch.begin(launched, here=tmp_path)
     (tmp_path / "same").unlink()
-    with pytest.raises(ScriptFailedError, match=f"A launch changed {tmp_path}/same"):
+    with pytest.raises(ScriptFailedError, match=f"A launch changed {tmp_path}/same.* yourself, run the"):
         watch.check(launch)
     in_python = request(tmp_path, isolation="python")
     for purpose, is_shown, is_watched in (("profile", True, True), ("trial", False, True), ("trial", False, False)):
