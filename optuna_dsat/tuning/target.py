@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import shutil
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -90,10 +91,12 @@ def _script(path: Path) -> tuple[str, str]:
     if zipfile.is_zipfile(path):
         raise UsageError(f"The script {path} is a zip archive: unpack it, and name the folder.")
     if not path.is_file():
+        first, space, _ = str(path).partition(" ")
+        is_command = space and (first.endswith(".py") or shutil.which(first))
         raise UsageError(
             f"The script {path} {'is not a file' if path.exists() else 'does not exist'}."
             + (" To run a module, say so with -m." if module_file(str(path), Path.cwd()) else "")
-            + (" Write a command without quotes around it." if ".py " in str(path) else "")
+            + (" Write a command without quotes around it." if is_command else "")
         )
     body = [] if path.suffix in _OF_CONFIGS else python_tree(path, f"The script {path}").body
     is_json = len(body) == 1 and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Dict)
