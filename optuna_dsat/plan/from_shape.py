@@ -142,13 +142,13 @@ def _quantized_in_words(shape: TransformerShape, *, element: int) -> tuple[str, 
     if shape.quantized_params:
         counted = params_in_words(shape.quantized_params)
         return (
-            f"The config quantizes its weights ({shape.quantized}): {counted} frozen parameters are counted so. "
-            "The time to dequantize them is not.",
+            f"The config quantizes its weights ({shape.quantized}): {counted} frozen parameters are counted at that "
+            "size. The time to dequantize them is not counted.",
         )
     why = ", as all of them are trained (--trainable-share)" if shape.quantized_bits is not None else ""
     return (
-        f"The config quantizes its weights ({shape.quantized}). The plan does not count that{why}: each weight takes "
-        f"{8 * element} bits here, so memory is overestimated.",
+        f"The config quantizes its weights ({shape.quantized}). The plan does not account for that{why}: each weight "
+        f"takes {8 * element} bits here, so memory is overestimated.",
     )
 
 

@@ -291,7 +291,7 @@ def test_quantized_weights_that_are_trained_are_stated_as_not_counted(
     assert shape(write(tmp_path, **SMALL_LLAMA, quantization=section)).quantized == words, "MLX's key"
     plan = planned(result)
     about = " ".join(plan.about)
-    assert ("does not count that" in about) == ("each weight takes 16 bits here" in about) == bool(words)
+    assert ("does not account for that" in about) == ("each weight takes 16 bits here" in about) == bool(words)
     assert words in about
     assert plan.subject.profile.params == result.params, "what is trained is not quantized"
 
@@ -306,7 +306,7 @@ def test_frozen_weights_are_counted_in_the_bits_that_the_config_names(
     frozen = result.params - result.trainable_params - 2 * result.vocab * result.hidden
     saved = frozen * (1 - bits_stored / 16)
     assert plan.subject.profile.params == pytest.approx(result.params - saved, abs=1)
-    assert ("frozen parameters are counted so" in " ".join(plan.about)) == (bits is not None)
+    assert ("frozen parameters are counted at that size" in " ".join(plan.about)) == (bits is not None)
 
 
 def test_an_adapter_is_refused_with_its_model(tmp_path: Path) -> None:
