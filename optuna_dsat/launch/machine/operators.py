@@ -34,7 +34,7 @@ def _locks(environ: Mapping[str, str]) -> tuple[Path, ...]:
 
 BUILDING = "building {} (first use only, may take minutes)"
 """Phase shown while waiting for a compiler."""
-UPDATING = "building {} again, if another environment or version built it last (may take minutes)"
+UPDATING = "rebuilding {} (if another environment or version built it last, may take minutes)"
 """The same for operators that are there: environments that share torch's folder of extensions rebuild them in turn."""
 _LIMIT_S = 900.0
 """Time limit for compilation; an operator for CUDA takes some minutes."""
