@@ -23,6 +23,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -238,7 +239,8 @@ def processes_in_place(process: Any, *, rank: Rank, on_spawn: Callable[[], None]
     They start as usual and end where they would join the ranks; where the script first sees this, the function runs.
     """
     started: dict[Any, Callable[[], Any]] = {}
-    busy: list[Any] = []
+    busy: list[int] = []
+    """Threads that start or await processes."""
 
     @patch(process.BaseProcess, "start")
     def start(original: Any, self: Any) -> None:
@@ -251,18 +253,19 @@ def processes_in_place(process: Any, *, rank: Rank, on_spawn: Callable[[], None]
         refusal = functools.partial(_without_engine, function, _IN_POOL)
         apart = refusal if package in _POOLS else functools.partial(_until_training, function)
         setattr(self, "_target" if self._target else "run", apart)
-        busy.append(self)  # a start sees the ends of others, too
+        busy.append(threading.get_ident())  # a start sees the ends of others, too
         try:
             original(self)
         finally:
-            busy.remove(self)
+            busy.remove(threading.get_ident())
             vars(self).pop("run", None)
-        started[self] = call
-        self._popen.poll = functools.partial(poll, self, self._popen.poll)
+        if package not in _POOLS:
+            started[self] = call
+            self._popen.poll = functools.partial(poll, self, self._popen.poll)
 
     def poll(self: Any, original: Any, *flags: int) -> int | None:
         code: int | None = original(*flags)
-        if code is None or busy:
+        if code is None or threading.get_ident() in busy:
             return None
         if code != _TRAINS or self not in started:
             started.pop(self, None)
@@ -271,11 +274,11 @@ def processes_in_place(process: Any, *, rank: Rank, on_spawn: Callable[[], None]
         calls = [started.pop(each) for each in ranks]
         if len(ranks) != rank.local_world_size:
             raise ValueError(_of_multiprocessing(len(ranks), rank.local_world_size, "multiprocessing.Process"))
-        busy.append(self)
+        busy.append(threading.get_ident())
         for each in ranks:
             each._popen.wait()
             each._popen.returncode = 0
-        busy.remove(self)
+        busy.remove(threading.get_ident())
         on_spawn()
         calls[rank.local_rank]()
         return 0
