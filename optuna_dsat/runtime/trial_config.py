@@ -204,7 +204,7 @@ class TrialConfig:
     def micro_batches(self) -> frozenset[int]:
         """Samples per rank and forward pass in the launch's config, the user's file and the script's config.
 
-        Those of the engine's earlier trials, too: a batch that did not follow still has one of these sizes.
+        Also in earlier trials of the engine: a batch that did not follow still has one of these sizes.
         """
         sizes = (self.micro_batch, (self._user or {}).get(MICRO_BATCH), *self._given)
         return frozenset(size for size in sizes if isinstance(size, int))
