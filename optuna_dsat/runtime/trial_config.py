@@ -128,9 +128,9 @@ def _normalized_batches(config: Mapping[str, Any], world_size: int) -> dict[str,
     rest = {key: value for key, value in config.items() if key not in (TRAIN_BATCH, MICRO_BATCH, GRADIENT_ACCUMULATION)}
     train, micro, accumulation = config.get(TRAIN_BATCH), config.get(MICRO_BATCH), config.get(GRADIENT_ACCUMULATION)
     if isinstance(train, int) and accumulation in (None, _AUTO) and isinstance(micro, int):
-        accumulation = max(1, train // (micro * world_size))
+        accumulation = max(1, train // max(1, micro * world_size))
     elif isinstance(train, int) and micro is None:
-        micro = max(1, train // (world_size * (accumulation if isinstance(accumulation, int) else 1)))
+        micro = max(1, train // max(1, world_size * (accumulation if isinstance(accumulation, int) else 1)))
     return {**rest, MICRO_BATCH: micro, GRADIENT_ACCUMULATION: 1 if accumulation is None else accumulation}
 
 
@@ -150,8 +150,7 @@ class TrialConfig:
 
     def take_on(self, plan: LaunchPlan) -> None:
         """Continue with another trial's launch, in the running engine."""
-        if self.micro_batch is not None:
-            self._given.add(self.micro_batch)
+        self._given |= self._micro_batch_of(self._launch or {})
         self._plan, self._launch = plan, _read(plan.config_path)
 
     def apply_overlay(self, config: Any, *, client_optimizer: object | None = None) -> dict[str, Any]:
@@ -161,9 +160,7 @@ class TrialConfig:
             ValueError: If the config cannot be read.
         """
         given = read_config(config)
-        size = given.get(MICRO_BATCH)
-        if isinstance(size, int):
-            self._given.add(size)
+        self._given |= self._micro_batch_of(given)
         laid = effective_config(given, self._plan.overlay, client_optimizer=client_optimizer)
         return merge(without_monitors(laid), nest(growing_samples(laid))) if self._plan.measures else laid
 
@@ -206,8 +203,13 @@ class TrialConfig:
 
         Also in earlier trials of the engine: a batch that did not follow still has one of these sizes.
         """
-        sizes = (self.micro_batch, (self._user or {}).get(MICRO_BATCH), *self._given)
-        return frozenset(size for size in sizes if isinstance(size, int))
+        configs = (self._launch or {}, self._user or {})
+        return frozenset(self._given.union(*map(self._micro_batch_of, configs)))
+
+    def _micro_batch_of(self, config: Mapping[str, Any]) -> set[int]:
+        """Return the micro-batch of a config, which may be that of its global batch; empty if unspecified."""
+        size = _normalized_batches(config, self._world_size)[MICRO_BATCH]
+        return {size} if isinstance(size, int) else set()
 
     def check_model(self, model: Any, config: Mapping[str, Any]) -> None:
         """Reject models that DeepSpeed would reject with an unclear error.

@@ -332,6 +332,25 @@ def test_a_further_trial_has_its_own_config_though_that_equals_the_users(tmp_pat
     assert (config.micro_batch, config.accumulation, config.micro_batches) == (4, 4, frozenset({1, 4}))
 
 
+@pytest.mark.parametrize(
+    ("script", "size"),
+    [
+        ({"train_batch_size": 32}, 16),
+        ({"train_batch_size": 32, "gradient_accumulation_steps": 4}, 4),
+        ({"train_batch_size": 32, "gradient_accumulation_steps": 0}, 32),  # DeepSpeed refuses it by its own message
+        ({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 0}, 0),
+    ],
+)
+def test_the_micro_batch_of_the_scripts_global_batch_is_known(
+    tmp_path: Path, script: dict[str, int], size: int
+) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text('{"train_micro_batch_size_per_gpu": 1}')
+    config = TrialConfig(plan_of(config_path=str(path), user_config_path=""), world_size=2)
+    config.apply_overlay(script)
+    assert config.micro_batches == {1, size}
+
+
 def test_other_files_descriptors_and_writing_are_left_alone(files: Path) -> None:
     with reads_redirected(user_config=str(files / "ds.json"), config=str(files / "trial.json")):
         assert Path("other/ds.json").read_text() == "other"
