@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from optuna_dsat.runtime.adapt.regroup import RegroupedBatches, RegroupedIndices, RepeatedInputs
+from optuna_dsat.runtime.measure import inputs
 from optuna_dsat.runtime.measure.inputs import BatchNumbers, InputSize, micro_batches, sample_counter
 from optuna_dsat.runtime.measure.live import NotLiveError
 from tests.harness import present
@@ -275,6 +276,16 @@ def test_an_object_of_the_scripts_has_the_loaders_size_or_else_that_of_its_attri
 
 def test_what_has_no_tensor_has_no_size() -> None:
     assert samples({"text": "a"}, configured={1}) is None
+
+
+def test_lists_of_numbers_are_not_searched_for_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each number of a loader's features took 3 us of the step: a twentieth of the speed was measured."""
+    searched: list[Any] = []
+    monkeypatch.setattr(inputs, "_has_shape", lambda value: searched.append(type(value)) or hasattr(value, "shape"))  # type: ignore[func-returns-value]
+    features = [{"input_ids": [1] * 99, "text": "a"}] * 4
+    assert inputs.shaped_tensors(features) == []
+    assert int not in searched
+    assert [len(tensor) for tensor in inputs.shaped_tensors([0.5, torch.zeros(4, 2)])] == [4]
 
 
 def test_where_rows_are_samples_in_a_known_proportion_no_other_dimension_is() -> None:

@@ -10,6 +10,9 @@ from typing import Any
 _DEPTH = 4
 """Maximum nesting depth at which a batch is searched for tensors; deeper tensors count as not observed."""
 
+_PLAIN = frozenset({bool, bytes, float, int, str, type(None)})
+"""Types of lists that are not searched: a loader may yield long lists of numbers, in each step."""
+
 _TOKEN_TYPES = ("int16", "int32", "int64")
 """Element types of token tensors, without the library's name; ``uint8`` and ``bool`` are images and masks."""
 
@@ -90,9 +93,13 @@ def tensors_of(batch: Any, depth: int = _DEPTH) -> Iterator[Any]:
     """Yield the tensors in a batch, down to a depth of containers."""
     if _has_shape(batch):
         yield batch
-    elif depth > 0:
+    elif depth > 0 and not _is_plain(batch):
         for item in contained(batch).values():
             yield from tensors_of(item, depth - 1)
+
+
+def _is_plain(batch: Any) -> bool:
+    return isinstance(batch, (list, tuple)) and _PLAIN.issuperset(map(type, batch))
 
 
 def contained(batch: Any) -> Mapping[Any, Any]:
@@ -108,6 +115,8 @@ def contained(batch: Any) -> Mapping[Any, Any]:
 
 def attributes_in(batch: Any, depth: int = 2) -> list[Any]:
     """Return the attributes of each object in a batch, down to a depth of containers; not of functions and modules."""
+    if _is_plain(batch):
+        return []
     if content := contained(batch):
         return [each for item in content.values() if depth for each in attributes_in(item, depth - 1)]
     return [vars(batch)] if hasattr(batch, "__dict__") and not callable(batch) else []
@@ -220,7 +229,7 @@ def _listed_samples(batch: Any, known: BatchNumbers, depth: int = _DEPTH) -> Seq
     A list of tensors whose leading dimensions are multiples of its length contains features or views of a batch.
     Without a loader, so does a list whose leading dimensions are known batch sizes.
     """
-    if depth == 0:
+    if depth == 0 or _is_plain(batch):
         return ()
     items = [*contained(batch).values()]
     sizes = (known.configured | known.named) - {1} if known.loaded is None else {known.loaded}
