@@ -97,7 +97,7 @@ class Profiled(Record):
     checkpoint: str = ""
     """Folder of the checkpoint that the script loads; empty without any."""
     config_in_code: bool = False
-    """Whether the script's DeepSpeed config is in its code, or named by its code or a settings file, not an argument."""
+    """Whether the script's config is in its code, or named by its code or a settings file, and not by an argument."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of the environment that the script needs to train with DeepSpeed, besides its own."""
     nvme_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
