@@ -33,6 +33,7 @@ from optuna_dsat.runtime.adapt.journal import (
 from optuna_dsat.runtime.adapt.ranks import (
     LOCAL_RANK,
     RESTARTED_ENV,
+    await_processes,
     default_local_rank,
     measure_restarts,
     with_local_rank,
@@ -146,6 +147,7 @@ class _RankProcess:
             with reads_redirected(user_config=plan.user_config_path, config=plan.config_path, on_read=reads_config):
                 ScriptCommand(name=command.name, is_module=command.is_module, args=args).run(safe_path=safe_path)
                 threading._shutdown()  # type: ignore[attr-defined]  # a thread of the script may still train
+                await_processes()
         except BaseException as error:  # noqa: BLE001 - recorded and printed as Python prints it
             return self._end(error)
         if not self._is_done:

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from optuna_dsat.runtime.adapt.ranks import (
+    await_processes,
     bind_cores,
     default_local_rank,
     join_group,
@@ -324,7 +325,7 @@ def _another_error(_: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["function", "partial", "method", "class"])
-@pytest.mark.parametrize("seen", ["join", "is_alive"])
+@pytest.mark.parametrize("seen", ["join", "is_alive", "exit"])
 def test_processes_that_train_run_in_place_and_others_apart(
     monkeypatch: pytest.MonkeyPatch, kind: str, seen: str
 ) -> None:
@@ -359,13 +360,16 @@ def test_processes_that_train_run_in_place_and_others_apart(
         return context.Process(target=partial if kind == "partial" else Worker(number, ranks).run)
 
     def end(process: Any) -> None:
-        if seen == "join":
+        if seen == "exit":
+            await_processes()
+        elif seen == "join":
             process.join()
         while process.is_alive():
             pass
 
     tester = os.getpid()
     processes_in_place(SimpleNamespace(BaseProcess=BaseProcess), rank=RANK, on_spawn=lambda: ran.append("noted"))
+    manager = context.Manager()
     for count in (2, 3):
         helper = context.Process(target=ran.append, args=("apart",))
         ranks = [process_of(rank, count) for rank in range(count)]
@@ -377,6 +381,7 @@ def test_processes_that_train_run_in_place_and_others_apart(
             end(ranks[1])
             assert [process.exitcode for process in (helper, *ranks)] == [0, 0, 0]
         assert ran == ["noted", (1, 2, tester)]
+    manager.shutdown()
 
 
 def test_a_pool_trains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

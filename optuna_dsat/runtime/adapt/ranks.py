@@ -284,6 +284,14 @@ def processes_in_place(process: Any, *, rank: Rank, on_spawn: Callable[[], None]
         return 0
 
 
+def await_processes() -> None:
+    """Await the processes that a script leaves to the exit of Python: they may be its ranks."""
+    process = sys.modules.get("multiprocessing.process")
+    for child in () if process is None else process.active_children():
+        if "poll" in vars(child._popen) and not child.daemon:  # not those that Python ends, as of a manager
+            child.join()
+
+
 def _of_multiprocessing(count: int, ranks: int, name: str) -> str:
     processes = "1 process" if count == 1 else f"{count} processes"
     return wrong_number(f"the script starts {processes} by {name}", count, ranks)
