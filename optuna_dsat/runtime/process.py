@@ -146,8 +146,8 @@ class _RankProcess:
         try:
             with reads_redirected(user_config=plan.user_config_path, config=plan.config_path, on_read=reads_config):
                 ScriptCommand(name=command.name, is_module=command.is_module, args=args).run(safe_path=safe_path)
-                threading._shutdown()  # type: ignore[attr-defined]  # a thread of the script may still train
                 await_processes()
+                threading._shutdown()  # type: ignore[attr-defined]  # a thread of the script may still train
         except BaseException as error:  # noqa: BLE001 - recorded and printed as Python prints it
             return self._end(error)
         if not self._is_done:

@@ -46,7 +46,7 @@ if __name__ == "__main__":
             processes = [SpawnProcess(target=train, args=(rank, 2, port)) for rank in range(2)]
         for process in processes:
             process.start()
-        for process in processes:
+        for process in processes if started_by == ["Process"] else ():  # Python's exit awaits the others
             process.join()
     else:
         mp.spawn(train, args=(2, port), nprocs=2)  # type: ignore[attr-defined,no-untyped-call]
