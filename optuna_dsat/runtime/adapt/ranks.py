@@ -288,7 +288,7 @@ def await_processes() -> None:
     """Await the processes that a script leaves to the exit of Python: they may be its ranks."""
     process = sys.modules.get("multiprocessing.process")
     for child in () if process is None else process.active_children():
-        if "poll" in vars(child._popen) and not child.daemon:  # not those that Python ends, as of a manager
+        if "poll" in vars(child._popen) and not child.daemon:  # Python ends that of a manager
             child.join()
 
 
