@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from optuna_dsat.launch.machine import shared_memory
 from optuna_dsat.launch.machine.journal import remove_leftovers, remove_noted
 from optuna_dsat.launch.machine.processes import new_mark
 from optuna_dsat.launch.machine.shared_memory import SharedMemoryWatch, shared_memory_of
@@ -171,8 +172,10 @@ def test_a_file_of_torch_is_known_by_its_name_alone(tmp_path: Path) -> None:
         others.unlink()
 
 
-def test_processes_are_not_looked_at_again_and_again(names: list[Path]) -> None:
+def test_processes_are_not_looked_at_again_and_again(names: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[float] = []
+    files, known = shared_memory._files, {path.name for path in names}  # other tests make files, too
+    monkeypatch.setattr(shared_memory, "_files", lambda: frozenset(file for file in files() if file[0] in known))
 
     def find() -> tuple[int, ...]:
         looks.append(now)
