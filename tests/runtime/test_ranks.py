@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext, suppress
 from multiprocessing import get_context
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -226,6 +227,23 @@ def test_another_number_of_ranks_is_refused_with_the_option_for_it(
     assert not distributed.called
 
 
+def test_a_main_process_that_is_another_rank_beside_its_processes_is_refused(
+    distributed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BaseProcess, "start", BaseProcess.start)  # restored after the test
+    processes_in_place(SimpleNamespace(BaseProcess=BaseProcess), rank=RANK, on_spawn=lambda: None)
+    monkeypatch.setitem(sys.modules, "torch.distributed", distributed)
+    process = get_context("fork").Process(target=_join_group)
+    process.start()
+    wait([process.sentinel])  # it ends where it would join
+    distributed.init_process_group("gloo", rank=1)
+    with pytest.raises(ValueError, match=r"trains in its own process and in others .*: start all ranks by torchrun"):
+        distributed.init_process_group("gloo", rank=0)
+    with pytest.raises(ValueError, match="starts 1 process by"):
+        process.join()
+    assert [call[3] for call in distributed.called] == [1]
+
+
 def multiprocessing(spawn: Callable[..., Any], *, on_spawn: Callable[[], None] = lambda: None) -> Any:
     module: Any = ModuleType("torch.multiprocessing")
     module.spawn = module.start_processes = spawn
@@ -392,7 +410,7 @@ def test_a_pool_trains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     processes_in_place(SimpleNamespace(BaseProcess=BaseProcess), rank=RANK, on_spawn=lambda: None)
     with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
         assert pool.submit(abs, -1).result() == 1
-        with pytest.raises(ValueError, match=r"trains in the processes of a pool, .*: start the ranks by torchrun"):
+        with pytest.raises(ValueError, match=r"trains in the processes of a pool, .*: start all ranks by torchrun"):
             pool.submit(_join_group).result()
 
 

@@ -43,10 +43,12 @@ _PLACE = ("MASTER_ADDR", "MASTER_PORT")
 _PYTHON = re.compile("python|pypy")
 _POOLS = ("concurrent", "joblib", "loky", "multiprocessing")
 """Packages whose processes call functions that they are sent."""
-_IN_POOL = (
-    "the script trains in the processes of a pool, whose steps cannot be measured: start the ranks by torchrun, "
-    "torch.multiprocessing.spawn or multiprocessing.Process"
+_NOT_MEASURED = (
+    ", whose steps cannot be measured: start all ranks by torchrun, torch.multiprocessing.spawn or "
+    "multiprocessing.Process"
 )
+_IN_POOL = f"the script trains in the processes of a pool{_NOT_MEASURED}"
+_IN_MAIN = f"the script trains in its own process and in others that it starts{_NOT_MEASURED}"
 _TRAINS = 86
 """Exit code of a process in the place of a rank."""
 _NO_MPI = (
@@ -158,6 +160,10 @@ def join_group(rank: Rank) -> Callable[[Any], None]:
                         raise ValueError(_NO_MPI)
                     wrong = f"the script sets the number of its ranks (WORLD_SIZE) to {wanted} itself"
                     raise ValueError(wrong_number(wrong, wanted, rank.world_size))
+                number = given.get("rank", -1)
+                number = number if number >= 0 else int(os.environ.get("RANK") or rank.rank)
+                if number != rank.rank and _watched_processes():
+                    raise ValueError(_IN_MAIN)
                 method = given.get("init_method")
                 if method is None or str(method).startswith(("env://", "tcp://")):
                     os.environ.update(place)
@@ -286,10 +292,16 @@ def processes_in_place(process: Any, *, rank: Rank, on_spawn: Callable[[], None]
 
 def await_processes() -> None:
     """Await the processes that a script leaves to the exit of Python: they may be its ranks."""
-    process = sys.modules.get("multiprocessing.process")
-    for child in () if process is None else process.active_children():
-        if "poll" in vars(child._popen) and not child.daemon:  # Python ends that of a manager
+    for child in _watched_processes():
+        if not child.daemon:
             child.join()
+
+
+def _watched_processes() -> list[Any]:
+    """Return processes of the script that may be ranks and were not seen to end, except pools' and managers'."""
+    process = sys.modules.get("multiprocessing.process")
+    children = [] if process is None else [(child, child._popen) for child in process._children]
+    return [child for child, popen in children if "poll" in vars(popen) and popen.returncode in (None, _TRAINS)]
 
 
 def _of_multiprocessing(count: int, ranks: int, name: str) -> str:
