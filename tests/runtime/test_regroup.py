@@ -168,6 +168,11 @@ def test_a_loaders_batch_size_tells_which_dimension_samples_are() -> None:
     assert samples(TOKENS, configured={1}, loaded=6) == 6
 
 
+@pytest.mark.parametrize("loaded", [None, 32])
+def test_positions_as_many_as_samples_of_another_config_are_not_samples(loaded: int | None) -> None:
+    assert samples((torch.arange(8)[None], torch.zeros(32, 8)), configured={8, 32}, loaded=loaded) == 32
+
+
 def test_a_batch_that_stays_at_an_earlier_size_is_not_counted_by_its_length() -> None:
     assert samples(TOKENS, configured={6}) == 6
     assert samples(TOKENS, configured={6, 12}) == 12
@@ -181,10 +186,16 @@ ONE_ROW = torch.zeros(1, 6)
     [
         ((torch.zeros(12, 6, 3, 8, 8),), 6, 6),  # videos, time first
         ((torch.zeros(12, 1, dtype=torch.long),), 1, 1),  # a text, time first
+        ((torch.zeros(12, 1, 3),), 1, 1),  # a series
         ((torch.zeros(12, 6),), 6, 12),  # two views of six features
         ((ONE_ROW, torch.zeros(8, 6)), 8, 8),  # positions or a mask of all samples
         ((ONE_ROW, torch.zeros(8, 6)), None, 8),
         ((ONE_ROW, torch.zeros(4096, 6)), None, 1),  # patches of an image
+        ((torch.arange(8), torch.zeros(32, 8)), 32, 32),  # positions, as many as samples in the script's config
+        ((torch.ones(6, 6), torch.zeros(8, 6)), None, 8),  # a mask
+        ((torch.ones(8, 8), torch.zeros(1, 8)), 1, 1),
+        ((ONE_ROW, torch.zeros(8, 6)), 32, 8),  # a part of the loader's batch
+        ((torch.zeros(8, 8), torch.zeros(1, 8)), None, 8),  # features of eight samples, and a weight for each
         ((ONE_ROW, torch.zeros(8)), None, 1),  # bounds of seven texts in a row
         ((torch.zeros(30, 30), torch.zeros(8, 12, 30)), 8, 8),  # a graph, and series at its nodes
         ((torch.zeros(24, 6), torch.zeros(8)), 8, 8),  # three rows for each sample, and its label

@@ -206,9 +206,15 @@ def _samples_in(tensors: Sequence[Any], known: BatchNumbers) -> tuple[int, bool]
     loaded = known.recent | {known.loaded}
     count, sizes = int(first.shape[0]), known.configured | known.named | loaded
     likely = (known.configured | known.named if known.loaded is None else loaded) - {1}
+    length = int(first.shape[-1])
+    if count in (1, length) and (depth > 1 or known.loaded is not None or count not in sizes):
+        alike = [int(tensor.shape[0]) for tensor in tensors if len(tensor.shape) > 1 and tensor.shape[1] == length]
+        shared = [size for size in alike if size != count and size in sizes - {1} | {known.loaded}]
+        if shared:  # masks and positions are as long as the samples
+            return shared[0], False
     is_sequence, is_ambiguous = _is_sequence(first), False
     if is_sequence or _holds_tokens(first):
-        ambiguous = set() if known.loaded == 1 and not is_sequence else {1}  # sound of one channel
+        ambiguous = set() if known.loaded == 1 and (not is_sequence or loaded == {1}) else {1}  # or one channel
         second = loaded if depth > 3 else sizes - ambiguous
         if count in sizes:  # it is the length only if the second dimension is that of a short last batch
             is_ambiguous = count != known.loaded and first.shape[1] in second
