@@ -170,7 +170,8 @@ def test_a_loaders_batch_size_tells_which_dimension_samples_are() -> None:
 
 @pytest.mark.parametrize("loaded", [None, 32])
 def test_positions_as_many_as_samples_of_another_config_are_not_samples(loaded: int | None) -> None:
-    assert samples((torch.arange(8)[None], torch.zeros(32, 8)), configured={8, 32}, loaded=loaded) == 32
+    for samples_of_32 in (torch.zeros(32, 8), torch.zeros(32, 3, 16, 16)):  # texts, or images with prompts
+        assert samples((torch.arange(8)[None], samples_of_32), configured={8, 32}, loaded=loaded) == 32
 
 
 def test_a_batch_that_stays_at_an_earlier_size_is_not_counted_by_its_length() -> None:

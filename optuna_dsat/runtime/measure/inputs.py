@@ -206,12 +206,15 @@ def _samples_in(tensors: Sequence[Any], known: BatchNumbers) -> tuple[int, bool]
     loaded = known.recent | {known.loaded}
     count, sizes = int(first.shape[0]), known.configured | known.named | loaded
     likely = (known.configured | known.named if known.loaded is None else loaded) - {1}
-    length = int(first.shape[-1])
-    if count in (1, length) and (depth > 1 or known.loaded is not None or count not in sizes):
-        alike = [int(tensor.shape[0]) for tensor in tensors if len(tensor.shape) > 1 and tensor.shape[1] == length]
-        shared = [size for size in alike if size != count and size in sizes - {1} | {known.loaded}]
-        if shared:  # masks and positions are as long as the samples
-            return shared[0], False
+    # Without a loader, a vector may be the bounds of the texts in a row.
+    others = [tensor.shape for tensor in tensors[1:] if known.loaded is not None or len(tensor.shape) > 1]
+    length = first.shape[-1]
+    if count == 1 or (count == length and (depth > 1 or known.loaded is not None or count not in sizes)):
+        # Masks and positions are as long as the samples; prompts are not.
+        shared = [shape[0] for shape in others if shape[1:2] == (length,) and shape[0] in sizes - {1} | {known.loaded}]
+        shared += [shape[0] for shape in others if count == 1 and shape[0] in likely]
+        if shared and shared[0] != count:
+            return int(shared[0]), False
     is_sequence, is_ambiguous = _is_sequence(first), False
     if is_sequence or _holds_tokens(first):
         ambiguous = set() if known.loaded == 1 and (not is_sequence or loaded == {1}) else {1}  # or one channel
@@ -222,11 +225,9 @@ def _samples_in(tensors: Sequence[Any], known: BatchNumbers) -> tuple[int, bool]
             second = {known.loaded} - ambiguous if is_short else set()
         if first.shape[1] in second:
             return int(first.shape[1]), False
-    if count == 1 or (count not in sizes and known.loaded is not None):
-        # Without a loader, a vector may be the bounds of the texts in a row.
-        rows = [int(tensor.shape[0]) for tensor in tensors if known.loaded is not None or len(tensor.shape) > 1]
-        return next((size for size in rows if size in likely), count), False
-    return count, is_ambiguous
+    if count not in sizes and known.loaded is not None:
+        return next((int(shape[0]) for shape in others if shape[0] in likely), count), False
+    return count, is_ambiguous and count > 1
 
 
 def _listed_samples(batch: Any, known: BatchNumbers, depth: int = _DEPTH) -> Sequence[Any]:
