@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -169,14 +169,20 @@ def test_a_loaders_batch_size_tells_which_dimension_samples_are() -> None:
 
 
 @pytest.mark.parametrize("loaded", [None, 32])
-def test_positions_as_many_as_samples_of_another_config_are_not_samples(loaded: int | None) -> None:
-    for samples_of_32 in (torch.zeros(32, 8), torch.zeros(32, 3, 16, 16)):  # texts, or images with prompts
-        assert samples((torch.arange(8)[None], samples_of_32), configured={8, 32}, loaded=loaded) == 32
-
-
-def test_a_batch_that_stays_at_an_earlier_size_is_not_counted_by_its_length() -> None:
-    assert samples(TOKENS, configured={6}) == 6
-    assert samples(TOKENS, configured={6, 12}) == 12
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        ((torch.zeros(32, 8, dtype=torch.long),), InputSize(samples=32, elements=32 * 8, are_tokens=True)),
+        ((torch.zeros(32), torch.zeros(32, 3, 16, 16)), InputSize(samples=32, elements=32 * 3 * 256)),  # with prompts
+    ],
+)
+def test_positions_as_many_as_samples_of_another_config_are_not_samples(
+    others: tuple[torch.Tensor, ...], loaded: int | None, expected: InputSize
+) -> None:
+    """The 8 prompts of 32 images were taken for 8 samples, and for the tokens of all."""
+    numbers = BatchNumbers(configured={8, 32}, named=set(), loaded=loaded)
+    size = sample_counter(lambda: numbers)((torch.arange(8)[None], *others))
+    assert size == replace(expected, loaded=loaded)
 
 
 ONE_ROW = torch.zeros(1, 6)
