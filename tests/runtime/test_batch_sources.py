@@ -42,14 +42,8 @@ def libraries_stay_as_they_are() -> Iterator[None]:
         (DataLoader, "__iter__"),
         (DataLoader, "_index_sampler"),
     ]
-    places += [
-        (json, "load"),
-        (json, "loads"),
-        (yaml, "load"),
-        (yaml, "safe_load"),
-        (yaml, "full_load"),
-        (yaml, "unsafe_load"),
-    ]
+    places += [(json, "load"), (json, "loads")]
+    places += [(yaml, name) for name in ("load", "safe_load", "full_load", "unsafe_load")]
     before = [getattr(holder, name) for holder, name in places]
     yield
     for (holder, name), value in zip(places, before, strict=True):
@@ -292,10 +286,16 @@ def test_options_that_may_mean_a_stage_are_noted_with_what_they_accept() -> None
     assert event.choices == {"--zero_stage": [0, 1, 2, 3], "--stage": [1, 2]}
 
 
-def test_the_loader_of_the_last_batch_is_known() -> None:
+class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.zeros(6, 4))
+
+
+@pytest.mark.parametrize("dataset", [torch.zeros(6, 4), Stream()])
+def test_the_samples_of_the_last_batch_are_known(dataset: Any) -> None:
     made = sources()
     assert made.numbers(set()).loaded is None
-    assert [made.numbers(set()).loaded for _ in DataLoader(torch.arange(6), batch_size=4)] == [4, 2]  # type: ignore[arg-type]
+    assert [made.numbers(set()).loaded for _ in DataLoader(dataset, batch_size=4)] == [4, 2]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

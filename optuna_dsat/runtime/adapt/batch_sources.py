@@ -223,12 +223,12 @@ class BatchSources:
                 self._loaded = self._packed = None
                 taken = noted.taken.popleft() if noted is not None and noted.taken else None
                 if noted is not None and noted.made_with is not None:
-                    self._loaded = taken or noted.made_with
+                    tensors = shaped_tensors(batch) or shaped_tensors(attributes_in(batch))
+                    rows = [int(tensor.shape[0]) for tensor in tensors]
+                    self._loaded = min([taken or noted.made_with, *(rows[:1] if noted.stacks else ())])
                     self._recent.append(self._loaded)
                     if noted.trains or not any(loader.trains for loader in self._loaders):
                         self._drawn += self._loaded
-                    tensors = shaped_tensors(batch) or shaped_tensors(attributes_in(batch))
-                    rows = [int(tensor.shape[0]) for tensor in tensors]
                     self._packed = self._loaded if noted.packs(rows, loaded=self._loaded) else None
 
             def begin() -> Any:
@@ -287,6 +287,8 @@ class _Loader:
         """Batches to read that the script does not get."""
         self.taken: deque[int] = deque()
         """Samples of the batches in preparation; of a dataset without indices, the last may have fewer."""
+        self.stacks = False
+        """Whether the rows of a batch are its samples: torch collates them."""
 
     def sized(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, size: int | None, micro_batch: int | None
@@ -333,6 +335,7 @@ class _Loader:
 
     def measure(self, loader: Any) -> None:
         """Record the batches that workers prefetch, and the samples per rank and epoch unless the dataset batches."""
+        self.stacks = getattr(getattr(loader, "collate_fn", None), "__name__", "") == "default_collate"
         self.prefetched = getattr(loader, "num_workers", 0) * (getattr(loader, "prefetch_factor", None) or 0)
         batches: Any = getattr(loader, "batch_sampler", None)
         if batches is None and self.made_with is not None:
