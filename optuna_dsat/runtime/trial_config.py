@@ -199,11 +199,11 @@ class TrialConfig:
 
     @property
     def micro_batches(self) -> frozenset[int]:
-        """Samples per rank and forward pass in the launch's config, the user's file and the script's config.
+        """Samples per rank and forward pass in the launch's config and the script's; in profile launches, the user's.
 
         Also in earlier trials of the engine: a batch that did not follow still has one of these sizes.
         """
-        configs = (self._launch or {}, self._user or {})
+        configs = (self._launch or {}, self._user or {}) if self._plan.purpose == "profile" else (self._launch or {},)
         return frozenset(self._given.union(*map(self._micro_batch_of, configs)))
 
     def _micro_batch_of(self, config: Mapping[str, Any]) -> set[int]:

@@ -332,6 +332,18 @@ def test_a_further_trial_has_its_own_config_though_that_equals_the_users(tmp_pat
     assert (config.micro_batch, config.accumulation, config.micro_batches) == (4, 4, frozenset({1, 4}))
 
 
+@pytest.mark.parametrize(("purpose", "expected"), [("profile", {2, 8}), ("trial", {2})])
+def test_the_users_micro_batch_is_none_of_a_trial_with_another(
+    tmp_path: Path, purpose: str, expected: set[int]
+) -> None:
+    """40 texts as long as it, of a script without a loader, were counted as so many samples, and 40 was not tried."""
+    user, launch = (tmp_path / name for name in ("ds.json", "ds_config.json"))
+    for path, size in ((user, 8), (launch, 2)):
+        path.write_text(json.dumps({"train_micro_batch_size_per_gpu": size}))
+    plan = plan_of(config_path=str(launch), user_config_path=str(user), purpose=purpose)
+    assert TrialConfig(plan, world_size=2).micro_batches == expected
+
+
 @pytest.mark.parametrize(
     ("script", "size"),
     [
