@@ -198,9 +198,10 @@ ONE_ROW = torch.zeros(1, 6)
         ((ONE_ROW, torch.zeros(8, 6)), 8, 8),  # positions or a mask of all samples
         ((ONE_ROW, torch.zeros(8, 6)), None, 8),
         ((ONE_ROW, torch.zeros(4096, 6)), None, 1),  # patches of an image
-        ((torch.arange(8), torch.zeros(32, 8)), 32, 32),  # positions, as many as samples in the script's config
-        ((torch.ones(6, 6), torch.zeros(8, 6)), None, 8),  # a mask
-        ((torch.ones(8, 8), torch.zeros(1, 8)), 1, 1),
+        ((torch.arange(8), torch.zeros(32, 8, 3)), 32, 32),  # positions, as many as samples in the script's config
+        ((torch.ones(6, 6), torch.zeros(8, 6, 3)), None, 8),  # a mask
+        ((torch.ones(8, 8), torch.zeros(1, 8, 3)), 1, 1),
+        ((torch.zeros(32, 32), torch.zeros(8, 32)), None, 32),  # as many features, and those of eight classes
         ((ONE_ROW, torch.zeros(8, 6)), 32, 8),  # a part of the loader's batch
         ((torch.zeros(8, 8), torch.zeros(1, 8)), None, 8),  # features of eight samples, and a weight for each
         ((ONE_ROW, torch.zeros(8)), None, 1),  # bounds of seven texts in a row

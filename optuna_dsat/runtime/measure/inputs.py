@@ -89,6 +89,10 @@ def _holds_tokens(tensor: Any) -> bool:
     return len(tensor.shape) == 2 and str(getattr(tensor, "dtype", "")).rpartition(".")[2] in _TOKEN_TYPES
 
 
+def _has_length(tensor: Any) -> bool:
+    return len(tensor.shape) > 2 or _holds_tokens(tensor)
+
+
 def tensors_of(batch: Any, depth: int = _DEPTH) -> Iterator[Any]:
     """Yield the tensors in a batch, down to a depth of containers."""
     if _has_shape(batch):
@@ -211,12 +215,13 @@ def _samples_in(tensors: Sequence[Any], known: BatchNumbers) -> tuple[int, bool]
     count, sizes = int(first.shape[0]), known.configured | known.named | loaded
     likely = (known.configured | known.named if known.loaded is None else loaded) - {1}
     # Without a loader, a vector may be the bounds of the texts in a row.
-    others = [tensor.shape for tensor in tensors[1:] if known.loaded is not None or len(tensor.shape) > 1]
+    others = [tensor for tensor in tensors[1:] if known.loaded is not None or len(tensor.shape) > 1]
     length = first.shape[-1]
     if count == 1 or (count == length and (depth > 1 or known.loaded is not None or count not in sizes)):
-        # Masks and positions are as long as the samples; prompts are not.
-        shared = [shape[0] for shape in others if shape[1:2] == (length,) and shape[0] in sizes - {1} | {known.loaded}]
-        shared += [shape[0] for shape in others if count == 1 and shape[0] in likely]
+        # Masks and positions are as long as the samples, other than prompts; features may be as many as samples.
+        alike = [item.shape[0] for item in others if item.shape[1:2] == (length,) and (count == 1 or _has_length(item))]
+        shared = [size for size in alike if size in sizes - {1} | {known.loaded}]
+        shared += [item.shape[0] for item in others if count == 1 and item.shape[0] in likely]
         if shared and shared[0] != count:
             return int(shared[0]), False
     is_sequence, is_ambiguous = _is_sequence(first), False
@@ -230,7 +235,7 @@ def _samples_in(tensors: Sequence[Any], known: BatchNumbers) -> tuple[int, bool]
         if first.shape[1] in second:
             return int(first.shape[1]), False
     if count not in sizes and known.loaded is not None:
-        return next((int(shape[0]) for shape in others if shape[0] in likely), count), False
+        return next((int(item.shape[0]) for item in others if item.shape[0] in likely), count), False
     return count, is_ambiguous and count > 1
 
 
