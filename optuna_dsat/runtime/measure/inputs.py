@@ -191,9 +191,8 @@ def sample_counter(
         count, is_ambiguous = size.samples, False
         if rows[0] == rows[1]:  # else rows are known to be fed
             count, is_ambiguous = _samples_in(tensors, known) if known.packed is None else (known.packed, False)
-        if (
-            size.are_tokens and size.samples == 1 and count not in (1, tensors[0].shape[1])
-        ):  # positions or prompts of all
+        if size.are_tokens and size.samples == 1 and count not in (1, tensors[0].shape[1]):
+            # The first tensor has the positions or prompts of all samples.
             size = size_of([item for item in tensors if item.shape[0] == count and len(item.shape) > 1]) or size
         samples = -(-count * rows[1] // rows[0])
         return replace(size, samples=samples, loaded=known.loaded, drawn=known.drawn, is_ambiguous=is_ambiguous)
