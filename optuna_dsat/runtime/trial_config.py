@@ -146,12 +146,14 @@ class TrialConfig:
         self._world_size = world_size
         self._user = _read(plan.user_config_path) if plan.measures else None  # outside a search it may be gone
         self._launch = _read(plan.config_path)
-        self._given: set[int] = set()
+        self._sizes = self._micro_batch_of(self._launch)
+        self._of_user = self._micro_batch_of(self._user) if plan.purpose == "profile" else frozenset()
+        """The parts of ``micro_batches``. The user's micro-batch is no batch size of a trial."""
 
     def take_on(self, plan: LaunchPlan) -> None:
         """Continue with another trial's launch, in the running engine."""
-        self._given |= self._micro_batch_of(self._launch or {})
-        self._plan, self._launch = plan, _read(plan.config_path)
+        self._plan, self._launch, self._of_user = plan, _read(plan.config_path), frozenset()
+        self._sizes |= self._micro_batch_of(self._launch)
 
     def apply_overlay(self, config: Any, *, client_optimizer: object | None = None) -> dict[str, Any]:
         """Return a config with the overlay applied; in measured launches monitors are off and samples do not grow.
@@ -160,7 +162,7 @@ class TrialConfig:
             ValueError: If the config cannot be read.
         """
         given = read_config(config)
-        self._given |= self._micro_batch_of(given)
+        self._sizes |= self._micro_batch_of(given)
         laid = effective_config(given, self._plan.overlay, client_optimizer=client_optimizer)
         return merge(without_monitors(laid), nest(growing_samples(laid))) if self._plan.measures else laid
 
@@ -203,13 +205,12 @@ class TrialConfig:
 
         Also in earlier trials of the engine: a batch that did not follow still has one of these sizes.
         """
-        configs = (self._launch or {}, self._user or {}) if self._plan.purpose == "profile" else (self._launch or {},)
-        return frozenset(self._given.union(*map(self._micro_batch_of, configs)))
+        return self._sizes | self._of_user
 
-    def _micro_batch_of(self, config: Mapping[str, Any]) -> set[int]:
+    def _micro_batch_of(self, config: Mapping[str, Any] | None) -> frozenset[int]:
         """Return the micro-batch of a config, which may be that of its global batch; empty if unspecified."""
-        size = _normalized_batches(config, self._world_size)[MICRO_BATCH]
-        return {size} if isinstance(size, int) else set()
+        size = _normalized_batches(config or {}, self._world_size)[MICRO_BATCH]
+        return frozenset({size} if isinstance(size, int) else ())
 
     def check_model(self, model: Any, config: Mapping[str, Any]) -> None:
         """Reject models that DeepSpeed would reject with an unclear error.

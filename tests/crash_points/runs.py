@@ -51,7 +51,7 @@ class Case:
 
     @property
     def continues(self) -> bool:
-        """Whether trials continue launches. Later trials depend on it: a search goes on differently after a kill."""
+        """Whether trials continue launches. Later trials depend on it: after a kill, a search proposes others."""
         return not self.new and self.method != "guided"
 
     @property

@@ -167,8 +167,8 @@ def test_a_script_that_sets_its_number_of_ranks_is_tuned_with_that_unless_an_opt
     assert "The study continues: launches have 1 rank, as by --cpu-ranks 1." in capfd.readouterr().err
     assert len(result.trials()) == 3
     landscape.number = 2
-    own = ("--python", sys.executable, "--study", "without", *again)
-    assert leave("random", *own, "python", "train.py", "ds.json") == 0
+    command = ("--python", sys.executable, "--study", "without", *again)
+    assert leave("random", *command, "python", "train.py", "ds.json") == 0
     printed = capfd.readouterr().err
     assert "trains in one process: each trial takes 1 rank" in printed
     assert "The script sets its number of ranks: launches have 2 ranks, as by --cpu-ranks 2." in printed

@@ -128,8 +128,9 @@ class BatchSources:
         """Return the numbers known so far to be batch sizes."""
         settings = [(key, value) for (_, key), value in self._settings.items()]
         named = {value for name, value in [*self._parsers.numbers().items(), *settings] if names_training_batch(name)}
-        sizes: dict[str, Any] = {"configured": configured, "named": named, "recent": {*self._recent}}
-        return BatchNumbers(**sizes, loaded=self._loaded, packed=self._packed, drawn=self._drawn)
+        return BatchNumbers(
+            configured, named, loaded=self._loaded, recent={*self._recent}, drawn=self._drawn, packed=self._packed
+        )
 
     def rescale(self, ratio: Fraction) -> int:
         """Multiply the batch size of the data loaders that feed the engine, also within an iteration.

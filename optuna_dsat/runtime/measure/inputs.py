@@ -97,13 +97,13 @@ def tensors_of(batch: Any, depth: int = _DEPTH) -> Iterator[Any]:
     """Yield the tensors in a batch, down to a depth of containers."""
     if _has_shape(batch):
         yield batch
-    elif depth > 0 and not _is_plain(batch):
-        for item in contained(batch).values():
+    elif depth > 0:
+        for item in _searched(batch).values():
             yield from tensors_of(item, depth - 1)
 
 
-def _is_plain(batch: Any) -> bool:
-    return isinstance(batch, (list, tuple)) and _PLAIN.issuperset(map(type, batch))
+def _searched(batch: Any) -> Mapping[Any, Any]:
+    return {} if isinstance(batch, (list, tuple)) and _PLAIN.issuperset(map(type, batch)) else contained(batch)
 
 
 def contained(batch: Any) -> Mapping[Any, Any]:
@@ -119,9 +119,7 @@ def contained(batch: Any) -> Mapping[Any, Any]:
 
 def attributes_in(batch: Any, depth: int = 2) -> list[Any]:
     """Return the attributes of each object in a batch, down to a depth of containers; not of functions and modules."""
-    if _is_plain(batch):
-        return []
-    if content := contained(batch):
+    if content := _searched(batch):
         return [each for item in content.values() if depth for each in attributes_in(item, depth - 1)]
     return [vars(batch)] if hasattr(batch, "__dict__") and not callable(batch) else []
 
@@ -244,9 +242,9 @@ def _listed_samples(batch: Any, known: BatchNumbers, depth: int = _DEPTH) -> Seq
     A list of tensors whose leading dimensions are multiples of its length contains features or views of a batch.
     Without a loader, so does a list whose leading dimensions are known batch sizes.
     """
-    if depth == 0 or _is_plain(batch):
+    if depth == 0:
         return ()
-    items = [*contained(batch).values()]
+    items = [*_searched(batch).values()]
     sizes = (known.configured | known.named) - {1} if known.loaded is None else {known.loaded}
     if len(items) in sizes and isinstance(batch, (list, tuple)) and depth <= _DEPTH - 2:
         rows = [size.samples for size in map(size_of, items) if size is not None]
