@@ -18,16 +18,19 @@ from tests.harness.studies import StudyBench
 
 pytestmark = pytest.mark.postgres
 
-_CUT = """
-SELECT pg_terminate_backend(pid) FROM pg_locks
+_HOLDERS = """
+SELECT DISTINCT pid FROM pg_locks
 WHERE locktype = 'advisory' AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
 """
 
 
-def cut_locks(database: Database) -> None:
-    """End the sessions that hold locks of the database, whosever they are."""
+def cut_locks(database: Database, *, but: int = 0) -> None:
+    """End the sessions that hold locks of the database, whosever they are, and wait until their locks are released."""
     with database.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-        assert connection.execute(text(_CUT)).all()
+        cut = f"SELECT pg_terminate_backend(pid, 60000) FROM ({_HOLDERS}) holders WHERE pid <> {but}"
+        ended = connection.execute(text(cut)).scalars().all()
+    assert ended
+    assert all(ended)
 
 
 @pytest.fixture
@@ -80,15 +83,10 @@ def test_who_gets_a_lock_that_was_lost_waits_for_the_transaction_of_who_had_it(
     monkeypatch.setattr("optuna_dsat.store.database.LOCK_TIMEOUT_S", 0.3)
     with mine.exclusive("write"), mine.engine.begin() as connection:
         holder = connection.execute(text("SELECT pg_backend_pid()")).scalar_one()
-        cut_all_but(others, holder)
+        cut_locks(others, but=holder)
         with pytest.raises(Exception, match=r"held the lock of the database for more than 0\.3 s"):
             others.exclusively("write", lambda: None)
     others.exclusively("write", lambda: None)
-
-
-def cut_all_but(database: Database, pid: int) -> None:
-    with database.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-        assert connection.execute(text(f"{_CUT} AND pid <> {pid}")).all()
 
 
 def test_a_budget_is_kept_where_the_lock_is_lost_between_the_count_and_the_ask(

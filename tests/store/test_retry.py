@@ -253,7 +253,7 @@ def test_a_server_that_is_read_only_for_a_while_is_waited_for(ready_postgres_url
             admin.execute(f'ALTER DATABASE "{name}" SET default_transaction_read_only = on')
             for other in admin.execute("SELECT pid FROM pg_stat_activity WHERE datname = %s", [name]).fetchall():
                 if other[0] != admin.info.backend_pid:
-                    admin.execute("SELECT pg_terminate_backend(%s)", other)
+                    admin.execute("SELECT pg_terminate_backend(%s, 60000)", other)
 
             promoted = threading.Event()
 
