@@ -10,9 +10,8 @@ from typing import Any, cast
 
 import optuna
 
-from benchmarks.named_landscapes import Computed
 from benchmarks.recorded import Recorded
-from benchmarks.rig import COMMAND, BudgetSpentError, Rig
+from benchmarks.rig import COMMAND, BudgetSpentError, Landscape, Rig
 from optuna_dsat.config.knobs import PARTITION_COPY
 from optuna_dsat.errors import NothingRunnableError
 from optuna_dsat.store import Store
@@ -81,7 +80,7 @@ def spec_of(rig: Rig, *, method: str, budget: int, seed: int, folder: Path) -> S
     )
 
 
-def _space(landscape: Computed | Recorded) -> dict[str, tuple[Any, ...]]:
+def _space(landscape: Landscape) -> dict[str, tuple[Any, ...]]:
     """Return the options that restrict a search to the settings that a landscape covers."""
     if not isinstance(landscape, Recorded):
         return {"no_tune": () if landscape.nodes == 1 else (PARTITION_COPY,)}

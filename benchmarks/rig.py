@@ -6,15 +6,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.named_landscapes import Computed
+from benchmarks.random_machines.machine import RandomMachine
 from benchmarks.recorded import Recorded
 from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.protocol import Finished, LaunchRequest, LaunchUpdate, Observed, ScriptCommand
 from optuna_dsat.outcome import Outcome
 from tests.harness.simulated import SimulatedLauncher
 
+Landscape = RandomMachine | Recorded
+
 COMMAND = ScriptCommand(script="train.py", cwd="/", config_path="ds_config.json")
 """Launched nowhere: the landscape answers."""
+
+
+def throughput(landscape: Landscape, ds_config: Mapping[str, Any]) -> float:
+    """Return the noise-free samples per second over all GPUs, 0 for what does not run: what a config is worth."""
+    result = landscape.run(ds_config, landscape.slots)
+    if result.outcome is not Outcome.MEASURED:
+        return 0.0
+    samples = ds_config["train_micro_batch_size_per_gpu"] * int(ds_config.get("gradient_accumulation_steps") or 1)
+    return float(samples) * landscape.slots / result.latency_s
 
 
 class BudgetSpentError(BaseException):
@@ -50,19 +61,17 @@ class Rig(SimulatedLauncher):
         budget: Launches after the profile launches; another one raises.
         noise: Relative standard deviation of measured times.
         seed: Of the noise.
-        continues: Whether a launch measures several trials that differ in live settings only.
     """
 
     def __init__(
         self,
-        landscape: Computed | Recorded,
+        landscape: Landscape,
         *,
         budget: int,
         noise: float = 0.0,
         seed: int = 0,
-        continues: bool = False,
     ) -> None:
-        super().__init__(landscape, total_slots=landscape.slots, noise=noise, seed=seed, continues=continues)
+        super().__init__(landscape, total_slots=landscape.slots, noise=noise, seed=seed, continues=True)
         self.landscape = landscape
         self.launches: list[Launch] = []
         self.results: Sequence[Mapping[str, Any] | None] | None = None

@@ -1,8 +1,14 @@
-"""How many launches and seconds each search method needs to find the fastest configuration, simulated or recorded.
+"""How many launches each search method needs, and how far from the best it ends, on random machines and on records.
 
-    python -m benchmarks.search_efficiency [--seeds 11] [--landscapes NAME ...] [--methods NAME ...] [--json FILE]
+    python -m benchmarks.search_efficiency --seeds 0-199 --methods guided binary --results results.jsonl
 
-Prints one table per landscape; ``benchmarks/README.md`` says how to read it and how to install the peers.
+Realistic machines, stress tests (one machine in ten) and records have separate rows; ``benchmarks/README.md`` says how
+to read them and how to install the peers. "Statements true" is the share of searches in which not more was left to gain
+than they stated at their end with 90 % probability. A launch measures several trials that differ in live settings only,
+as the product's do; ``--budget`` counts trials.
+
+Results are appended to the file as they come; searches that it holds are not run again. Seeds 0 to 199 are for
+development, 1000 to 1199 for the figures of a release.
 """
 
 from __future__ import annotations
@@ -14,7 +20,6 @@ import logging
 import math
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
@@ -24,14 +29,17 @@ from typing import Any
 import optuna
 
 from benchmarks import ours
-from benchmarks.named_landscapes import LANDSCAPES, Computed, throughput
-from benchmarks.optimum import Optimum, optimum
+from benchmarks.optimum import optimum
 from benchmarks.peers import deepspeed_autotuning, determined_dsat, optuna_samplers
+from benchmarks.random_machines.draw import is_realistic
+from benchmarks.random_machines.machine import machine_of
 from benchmarks.recorded import Recorded, recorded_landscapes
-from benchmarks.rig import Launch, Rig
+from benchmarks.rig import Landscape, Launch, Rig, throughput
 from optuna_dsat.outcome import Outcome
 
 Runner = Callable[..., None]
+Key = tuple[str, int, str]
+"""Landscape, seed and method of a search."""
 
 METHODS: Mapping[str, Runner] = {
     "random": ours.run,
@@ -52,9 +60,7 @@ METHODS: Mapping[str, Runner] = {
 NEAR = 0.01
 """A configuration this close to the true best counts as found."""
 NOISE = 0.02
-"""Relative deviation of measured times, where a landscape does not tell."""
-CLOSE = 0.05
-"""A configuration this close is what most would be content with."""
+"""Relative deviation of measured times, where a record does not tell."""
 _NEEDS = {"dsat-": ("determined",), "deepspeed-": ("deepspeed", "tabulate"), "deepspeed-model": ("xgboost",)}
 
 
@@ -72,8 +78,6 @@ class Result:
     launches_to_near: int | None
     """Launches, profile launches included, until the held configuration was within ``NEAR`` of the true best."""
     seconds_to_near: float | None
-    launches_to_close: int | None
-    """Likewise for ``CLOSE``."""
     distance: float
     """Of the configuration held at the end from the true best, relative; 1 without any. Negative for one outside the
     tuner's space that beats it."""
@@ -93,92 +97,109 @@ class Result:
         return self.distance < 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One method on a landscape: medians over seeds, infinite where most seeds never got there."""
-
-    method: str
-    launches_to_near: float
-    seconds_to_near: float
-    near: float
-    """Share of seeds that held a configuration within ``NEAR`` at some time."""
-    launches_to_close: float
-    distance: float
-    found: float
-    """Share of seeds that found any configuration that runs."""
-    launches: float
-    statements: str
-    """Share of true statements at the end of searches, see ``Result.statements``."""
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(arguments)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     logging.getLogger("determined").setLevel(logging.ERROR)
     methods = [method for method in args.methods if not missing(method)]
-    for method in args.methods:
-        if method not in methods:
-            print(f"{method} is left out: {', '.join(missing(method))} not installed (see benchmarks/README.md)\n")
-    results: list[Result] = []
-    for landscape in _chosen(args):
-        best, heading = known(landscape)
-        print(heading, flush=True)
-        rows: list[Row] = []
+    for method in set(args.methods) - set(methods):
+        print(f"{method} is left out: {', '.join(missing(method))} not installed (see benchmarks/README.md)\n")
+    known = read(args.results)
+    machines = {} if args.records else {seed: machine_of(seed) for seed in args.seeds}
+    for seed, machine in machines.items():
+        if any((machine.name, seed, method) not in known for method in methods):
+            best = optimum(machine).throughput
+            _run(machine, methods, args, known, best=best, noise=machine.drawn.noise, seed=seed)
+    records = [Recorded.load(path) for path in args.records] or [*recorded_landscapes().values()]
+    for record in records:
+        for seed in range(args.recorded):
+            _run(record, methods, args, known, best=record.best()[0], noise=record.noise or NOISE, seed=seed)
+    asked = {item.name for item in (*machines.values(), *(records if args.recorded else ()))}
+    print(table({key: result for key, result in known.items() if key[0] in asked}, methods))
+
+
+def _run(
+    landscape: Landscape,
+    methods: Sequence[str],
+    args: argparse.Namespace,
+    known: dict[Key, Result],
+    *,
+    best: float,
+    noise: float,
+    seed: int,
+) -> None:
+    """Run those searches of a landscape and seed that are not known, append them to the file and to ``known``."""
+    for method in methods:
+        if (landscape.name, seed, method) in known:
+            continue
+        result = run_one(landscape, method, best=best, budget=args.budget, noise=noise, seed=seed)
+        known[landscape.name, seed, method] = result
+        print(f"{landscape.about}: {method} ends {result.distance:.1%} away", file=sys.stderr, flush=True)
+        with args.results.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(result)) + "\n")
+
+
+def read(path: Path) -> dict[Key, Result]:
+    """Return the results of a file by landscape, seed and method; empty if there is no file."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    results = [Result(**json.loads(line)) for line in lines]
+    return {(result.landscape, result.seed, result.method): result for result in results}
+
+
+def table(found: Mapping[Key, Result], methods: Iterable[str]) -> str:
+    """Return a markdown table, one row a class and method."""
+    lines = [
+        "| landscapes, method | searches | within 1 % | within 3 % | within 1 % after 15 launches "
+        "| median launches to 1 % | median launches | without rounds | median trials | median minutes "
+        "| median distance | 90th percentile | worst | statements true |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for kind in ("realistic", "recorded", "stress"):
         for method in methods:
-            began = time.monotonic()
-            matches = [
-                run_one(
-                    landscape,
-                    method,
-                    best=best,
-                    budget=args.budget,
-                    noise=noise_of(landscape, args.noise),
-                    seed=seed,
-                )
-                for seed in range(args.seeds)
-            ]
-            results += matches
-            rows.append(summarise(matches))
-            print(f"{landscape.name} {method}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
-        print(table(rows), flush=True)
-    if args.json:
-        args.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
+            own = [result for key, result in found.items() if key[2] == method and kind_of(*key[:2]) == kind]
+            if own:
+                lines.append(row(f"{kind}, {method}", own))
+    return "\n".join(lines) + "\n"
 
 
-def _chosen(args: argparse.Namespace) -> list[Computed | Recorded]:
-    """Return the landscapes that are asked for: without a choice the seven and all that are recorded."""
-    if args.recorded:
-        return [Recorded.load(path) for path in args.recorded]
-    every: dict[str, Computed | Recorded] = {**LANDSCAPES, **recorded_landscapes()}
-    return [every[name] for name in args.landscapes or every]
+def kind_of(landscape: str, seed: int) -> str:
+    """Return the class of a landscape: ``recorded``, ``realistic`` or ``stress``."""
+    if landscape != f"machine-{seed}":
+        return "recorded"
+    return "realistic" if is_realistic(seed) else "stress"
 
 
-def noise_of(landscape: Computed | Recorded, asked: float | None) -> float:
-    """Return the noise to search with: what is asked for, else the recorded one, else ``NOISE``."""
-    if asked is not None:
-        return asked
-    return (isinstance(landscape, Recorded) and landscape.noise) or NOISE
+def row(name: str, results: Sequence[Result]) -> str:
+    """Return the line of some searches."""
+    distances = sorted(result.distance for result in results)
 
+    def share(holds: Callable[[Result], bool]) -> str:
+        return f"{statistics.fmean(map(holds, results)):.0%}"
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.search_efficiency", description=__doc__.split("\n")[0])
-    parser.add_argument("--seeds", type=int, default=11, help="searches per method and landscape (default 11)")
-    parser.add_argument(
-        "--landscapes",
-        nargs="+",
-        choices=[*LANDSCAPES, *recorded_landscapes()],
-        help="default all, the recorded ones too",
+    cells = (
+        name,
+        str(len(results)),
+        share(lambda result: result.distance <= 0.01),
+        share(lambda result: result.distance <= 0.03),
+        share(lambda result: result.launches_to_near is not None and result.launches_to_near <= 15),
+        count(median(result.launches_to_near for result in results)),
+        f"{statistics.median(result.launches for result in results):.0f}",
+        f"{statistics.median(result.launches - result.rounds for result in results):.0f}",
+        f"{statistics.median(result.trials for result in results):.0f}",
+        f"{statistics.median(result.seconds for result in results) / 60:.0f}",
+        f"{statistics.median(distances):.1%}",
+        f"{distances[math.ceil(0.9 * len(distances)) - 1]:.1%}",  # that nine in ten do not exceed
+        f"{distances[-1]:.1%}",
+        statements_true([result.statements[-1:] for result in results]),
     )
-    parser.add_argument("--recorded", nargs="+", type=Path, metavar="FILE", help="these records instead")
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
-    parser.add_argument("--budget", type=int, default=64, help="launches after the profile launch (default 64)")
-    parser.add_argument(
-        "--noise",
-        type=float,
-        help=f"relative deviation of measured times (default {NOISE}, on records the recorded one)",
-    )
-    parser.add_argument("--json", type=Path, help="file that receives the result of every search")
-    return parser
+    return f"| {' | '.join(cells)} |"
+
+
+def seeds_of(text: str) -> list[int]:
+    """Return the seeds of ``FIRST-LAST``, of ``FIRST-LAST:STEP`` or of a number."""
+    bounds, _, step = text.partition(":")
+    first, _, last = bounds.partition("-")
+    return list(range(int(first), int(last or first) + 1, int(step or 1)))
 
 
 def missing(method: str) -> list[str]:
@@ -187,14 +208,13 @@ def missing(method: str) -> list[str]:
 
 
 def run_one(
-    landscape: Computed | Recorded,
+    landscape: Landscape,
     method: str,
     *,
     best: float,
     budget: int,
     noise: float,
     seed: int,
-    continues: bool = False,
 ) -> Result:
     """Run one search and judge it.
 
@@ -205,14 +225,12 @@ def run_one(
         budget: Launches after the profile launches.
         noise: Relative standard deviation of measured times.
         seed: Of the method and of the noise.
-        continues: Whether a launch measures several trials.
     """
-    rig = Rig(landscape, budget=budget, noise=noise, seed=seed, continues=continues)
+    rig = Rig(landscape, budget=budget, noise=noise, seed=seed)
     METHODS[method](method, rig, budget=budget, seed=seed)
     launches = rig.launches
     distances = [1 - worth / best for worth in _held(landscape, launches, rig.results)]
     near = next((index for index, distance in enumerate(distances) if distance <= NEAR), None)
-    close = next((index for index, distance in enumerate(distances) if distance <= CLOSE), None)
     outcomes = [launch.outcome.value for launch in launches]
     started = list(accumulate(not launch.root for launch in launches))
     return Result(
@@ -223,7 +241,6 @@ def run_one(
         seconds=launches[-1].ended_s,
         launches_to_near=None if near is None else started[near],
         seconds_to_near=None if near is None else launches[near].ended_s,
-        launches_to_close=None if close is None else started[close],
         distance=distances[-1],
         outcomes={outcome: outcomes.count(outcome) for outcome in sorted(set(outcomes))},
         rounds=sum(launch.purpose == "confirm" for launch in launches),
@@ -233,7 +250,7 @@ def run_one(
 
 
 def _held(
-    landscape: Computed | Recorded,
+    landscape: Landscape,
     launches: Sequence[Launch],
     results: Sequence[Mapping[str, Any] | None] | None,
 ) -> list[float]:
@@ -254,21 +271,6 @@ def _held(
     return worths
 
 
-def summarise(results: Sequence[Result]) -> Row:
-    """Return the medians over the seeds of one method on one landscape."""
-    return Row(
-        method=results[0].method,
-        launches_to_near=median(r.launches_to_near for r in results),
-        seconds_to_near=median(r.seconds_to_near for r in results),
-        near=statistics.fmean(r.launches_to_near is not None for r in results),
-        launches_to_close=median(r.launches_to_close for r in results),
-        distance=statistics.median(r.distance for r in results),
-        found=statistics.fmean(r.found for r in results),
-        launches=statistics.median(r.launches for r in results),
-        statements=statements_true(r.statements[-1:] for r in results),
-    )
-
-
 def median(values: Iterable[float | None]) -> float:
     """Return the median, infinite where half of the values or more are None: never."""
     return statistics.median_high([math.inf if value is None else value for value in values])
@@ -280,55 +282,29 @@ def statements_true(statements: Iterable[Sequence[tuple[float, float]]]) -> str:
     return f"{statistics.fmean(true):.0%} of {len(true)}" if true else ""
 
 
-def known(landscape: Computed | Recorded) -> tuple[float, str]:
-    """Return the best throughput of a landscape, and its heading."""
-    if not isinstance(landscape, Recorded):
-        best = optimum(landscape)
-        return best.best.throughput, _heading(landscape, best)
-    rate, structure, size = landscape.best()
-    return rate, (
-        f"### {landscape.name}\n{landscape.about}.\n"
-        f"Best recorded: {rate:.4g} samples/s at {structure.words}, micro-batch {size}; "
-        f"{len(landscape.lineages)} lineages.\n"
-    )
-
-
-def _heading(landscape: Computed, best: Optimum) -> str:
-    result = best.best
-    lines = [
-        f"### {landscape.name}",
-        f"{landscape.about}. {landscape.slots} GPUs, {landscape.device_bytes / 2**30:.0f} GiB each.",
-        f"True best: {result.throughput:.4g} samples/s at ZeRO {result.params['zero_stage']}, micro-batch "
-        f"{result.micro_batch} of {result.largest} that fit; {best.runnable} of {best.lineages} lineages run, "
-        f"{best.near} hold a configuration within 1 %.",
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def table(rows: Sequence[Row]) -> str:
-    """Return a markdown table, one row a method."""
-    lines = [
-        "| method | launches to 5 % | to 1 % | minutes to 1 % | seeds that got to 1 % | final distance "
-        "| seeds with any | launches | statements true |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
-    ]
-    for row in rows:
-        minutes = (
-            ""
-            if math.isinf(row.seconds_to_near)
-            else f"{row.seconds_to_near / 60:.{0 if row.seconds_to_near >= 60 else 1}f}"
-        )
-        lines.append(
-            f"| {row.method} | {count(row.launches_to_close)} | {count(row.launches_to_near)} | {minutes} "
-            f"| {row.near:.0%} | {row.distance:.1%} | {row.found:.0%} | {row.launches:.0f} | {row.statements} |"
-        )
-    return "\n".join(lines) + "\n"
-
-
 def count(launches: float) -> str:
     """Return a number of launches in words."""
     return "never" if math.isinf(launches) else f"{launches:.0f}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.search_efficiency", description=__doc__.split("\n")[0])
+    parser.add_argument(
+        "--seeds", type=seeds_of, default=seeds_of("0-23"), metavar="A-B[:STEP]", help="machines (default 0-23)"
+    )
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--budget", type=int, default=50, help="trials after the profile launch (default 50)")
+    parser.add_argument("--recorded", type=int, default=0, metavar="N", help="searches of each record too (default 0)")
+    parser.add_argument(
+        "--records",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="these records, and no machines (default those of the benchmark)",
+    )
+    parser.add_argument("--results", type=Path, required=True, help="JSON lines: results are read from it and added")
+    return parser
 
 
 if __name__ == "__main__":

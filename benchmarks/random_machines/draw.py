@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from benchmarks.physics import Hardware, Net
 from benchmarks.random_machines.forms import Curve, Tiles, draw_compute, draw_memory, draw_size_effect, draw_walk
 
 _T = TypeVar("_T")
@@ -64,18 +63,49 @@ _LEAST_COMPUTE = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrawnNet(Net):
+class Net:
     """What is trained."""
 
     family: str
+    params: int
+    largest_layer_params: int
+    """Parameters of the largest single module (the embedding, mostly)."""
+    flops_per_sample: float
+    """Forward and backward."""
+    activation_bytes: int
+    """Per sample, at the end of the forward pass, at a micro-batch of 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrawnHardware(Hardware):
+class Hardware:
     """What it is trained on."""
 
+    kind: str
+    """``cuda`` or ``cpu``."""
+    gpus: int
+    """Devices, or ranks on the CPU."""
+    gpus_per_node: int
+    device_bytes: int
+    """Of one device, or one rank's share of the host's memory."""
+    host_bytes: int
+    """Of one node."""
+    flops: float
+    """FLOP/s of one device at large micro-batches, as reached, not as advertised."""
+    link_bytes_per_s: float
+    """Of one device in a collective over all devices."""
+    link_latency_s: float
+    """Of one collective."""
+    pcie_bytes_per_s: float
+    """Of one device."""
+    adam_params_per_s: float
+    """Parameters that the CPUs of one node update per second."""
     startup_s: float
     """Seconds of a launch before its first step."""
+
+    @property
+    def nodes(self) -> int:
+        """Hosts."""
+        return -(-self.gpus // self.gpus_per_node)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +113,8 @@ class Drawn:
     """Everything that decides what becomes of a launch."""
 
     seed: int
-    net: DrawnNet
-    hardware: DrawnHardware
+    net: Net
+    hardware: Hardware
     compute: Curve
     activations: Curve
     tiles: Tiles | None
@@ -244,10 +274,10 @@ def _refused(dice: random.Random, *, realistic: bool) -> frozenset[tuple[int, bo
     return frozenset(structure for structure in STRUCTURES if (structure[0] == 3, *structure[1:])[place])
 
 
-def _hardware(dice: random.Random) -> DrawnHardware:
+def _hardware(dice: random.Random) -> Hardware:
     if dice.random() < 0.15:
         ranks, host = dice.choice((1, 2, 4)), 2 ** dice.uniform(4, 8) * GIB
-        return DrawnHardware(
+        return Hardware(
             kind="cpu",
             gpus=ranks,
             gpus_per_node=ranks,
@@ -263,7 +293,7 @@ def _hardware(dice: random.Random) -> DrawnHardware:
     gpus = dice.choice((1, 1, 2, 4, 8, 8, 16, 32, 64))
     per_node = min(gpus, dice.choice((1, 2, 4, 8, 8)))
     link = dice.uniform(8.7, 10) if gpus > per_node else dice.uniform(9.3, 11.6)
-    return DrawnHardware(
+    return Hardware(
         kind="cuda",
         gpus=gpus,
         gpus_per_node=per_node,
@@ -278,7 +308,7 @@ def _hardware(dice: random.Random) -> DrawnHardware:
     )
 
 
-def _net(dice: random.Random, hardware: Hardware) -> DrawnNet:
+def _net(dice: random.Random, hardware: Hardware) -> Net:
     """Return a model that the machine can hold, and of which a sample takes at most some seconds."""
     while True:
         family = dice.choice(list(_FAMILIES))
@@ -289,7 +319,7 @@ def _net(dice: random.Random, hardware: Hardware) -> DrawnNet:
         flops_per_sample = params * 10 ** dice.uniform(*flops)
         if states < room and flops_per_sample / hardware.flops < _LONGEST_SAMPLE_S[hardware.kind]:
             break
-    return DrawnNet(
+    return Net(
         family=family,
         params=int(params),
         largest_layer_params=int(params * dice.uniform(0.02, 0.3)),

@@ -49,10 +49,18 @@ def _curve(form: str, value: Callable[[float], float], octaves: int = _OCTAVES) 
     return Curve(form=form, knots=tuple(value(float(octave)) for octave in range(octaves + 1)))
 
 
-def _hyperbolic(dice: random.Random) -> Curve:
+def hyperbolic(half: float) -> Curve:
     """Half of the full speed at ``half`` samples: seconds grow as micro-batch + half."""
-    half = 2 ** dice.uniform(-2, 6)
     return _curve("hyperbolic", lambda octave: 1 + half / 2**octave)
+
+
+def linear() -> Curve:
+    """As many seconds or bytes for each sample, in a batch of any size."""
+    return _curve("linear", lambda _: 1.0)
+
+
+def _hyperbolic(dice: random.Random) -> Curve:
+    return hyperbolic(2 ** dice.uniform(-2, 6))
 
 
 def _power(dice: random.Random) -> Curve:
@@ -105,11 +113,6 @@ def draw_compute(dice: random.Random) -> Curve:
     return COMPUTE_FORMS[dice.choice(list(COMPUTE_FORMS))](dice)
 
 
-def _linear(dice: random.Random) -> Curve:
-    del dice
-    return _curve("linear", lambda _: 1.0)
-
-
 def _memory_power(dice: random.Random) -> Curve:
     exponent = dice.uniform(-0.05, 0.05)
     return _curve("power", lambda octave: 2 ** (exponent * octave))
@@ -122,7 +125,7 @@ def _memory_steps(dice: random.Random) -> Curve:
 
 
 MEMORY_FORMS: dict[str, Callable[[random.Random], Curve]] = {
-    "linear": _linear,
+    "linear": lambda _: linear(),
     "power": _memory_power,
     "steps": _memory_steps,
 }

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.physics import OnHardware, Settings
-from benchmarks.random_machines.draw import FLAGS, Drawn, DrawnHardware, DrawnNet, draw
+from benchmarks.random_machines.draw import FLAGS, Drawn, Hardware, Net, draw
 from benchmarks.random_machines.forms import Array
+from benchmarks.random_machines.settings import Settings, structure_of
 from optuna_dsat.outcome import Outcome
 from tests.harness.simulated import SimulatedProfile, SimulatedResult
 
@@ -26,7 +26,7 @@ _SMALLEST_SIZE = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class RandomMachine(OnHardware):
+class RandomMachine:
     """A model on a machine. Implements ``tests.harness.simulated.Landscape``."""
 
     drawn: Drawn
@@ -48,14 +48,39 @@ class RandomMachine(OnHardware):
         )
 
     @property
-    def net(self) -> DrawnNet:  # type: ignore[override]
+    def net(self) -> Net:
         """The model."""
         return self.drawn.net
 
     @property
-    def hardware(self) -> DrawnHardware:  # type: ignore[override]
+    def hardware(self) -> Hardware:
         """The devices and their hosts."""
         return self.drawn.hardware
+
+    @property
+    def slots(self) -> int:
+        """Devices of one launch."""
+        return self.hardware.gpus
+
+    @property
+    def nodes(self) -> int:
+        """Hosts."""
+        return self.hardware.nodes
+
+    @property
+    def kind(self) -> str:
+        """``cuda`` or ``cpu``."""
+        return self.hardware.kind
+
+    @property
+    def device_bytes(self) -> int:
+        """Memory of one device."""
+        return self.hardware.device_bytes
+
+    @property
+    def params(self) -> int:
+        """Parameters of the model."""
+        return self.net.params
 
     @property
     def flops_per_sample(self) -> float:
@@ -71,7 +96,13 @@ class RandomMachine(OnHardware):
             zero["offload_optimizer"] = {"device": "cpu"}
         if params:
             zero["offload_param"] = {"device": "cpu"}
-        return self._config(zero, self.drawn.user_micro_batch)
+        return {
+            "train_micro_batch_size_per_gpu": self.drawn.user_micro_batch,
+            "gradient_accumulation_steps": 1,
+            "fp16": {"enabled": True},  # the older peers know nothing else
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+            "zero_optimization": zero,
+        }
 
     @cached_property
     def most(self) -> int:
@@ -81,7 +112,17 @@ class RandomMachine(OnHardware):
     def profile(self, slots: int) -> SimulatedProfile:  # noqa: ARG002 - a machine has its own number of devices
         """Return what a profile launch measures: activations and FLOPs up to 20 % wrong."""
         peak = self._allocated(Settings.of(self.user_config), np.ones(1))[0]
-        return self._profile(activations=self.drawn.profiled_activations, peak_bytes=float(peak))
+        return SimulatedProfile(
+            params=self.params,
+            trainable_params=self.params,
+            largest_layer_params=self.net.largest_layer_params,
+            param_bytes=_HALF,
+            activation_bytes_per_sample=max(1, int(self.net.activation_bytes * self.drawn.profiled_activations)),
+            flops_per_sample=max(1, int(self.flops_per_sample)),
+            device_memory_bytes=self.device_bytes,
+            host_memory_bytes=self.hardware.host_bytes,
+            peak_bytes=int(peak),
+        )
 
     def run(self, ds_config: Mapping[str, Any], slots: int) -> SimulatedResult:  # noqa: ARG002 - see profile
         """Return what becomes of a launch, without noise."""
@@ -208,11 +249,6 @@ class RandomMachine(OnHardware):
             if settings.stage == 3 or (settings.stage and name == "bucket"):
                 factor *= float(curve.at(np.array([getattr(settings, name) / _SMALLEST_SIZE]))[0])
         return factor
-
-
-def structure_of(settings: Settings) -> tuple[int, bool, bool]:
-    """Return ZeRO stage, optimizer offload and parameter offload."""
-    return settings.stage, settings.offload_optimizer, settings.offload_param
 
 
 @cache

@@ -2,7 +2,7 @@
 
     python -m docs.generate.figures
 
-Runs one search per method on a landscape of ``benchmarks/named_landscapes.py``, writes what was launched to
+Runs one search per method on a machine of ``benchmarks/random_machines/typical.py``, writes what was launched to
 ``docs/figures/searches.json`` and draws an SVG per method from that. Everything follows from the seed.
 """
 
@@ -16,22 +16,22 @@ from typing import Any
 import optuna
 
 from benchmarks import ours
-from benchmarks.named_landscapes import LANDSCAPES, throughput
-from benchmarks.rig import Launch, Rig
+from benchmarks.random_machines.typical import TYPICAL
+from benchmarks.rig import Launch, Rig, throughput
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.options.methods import METHODS
 
 FOLDER = Path(__file__).resolve().parents[1] / "figures"
 SEARCHES = FOLDER / "searches.json"
-LANDSCAPE = "zero-3-larger-batch"
+MACHINE = TYPICAL["7B, 8 x 80 GB"].machine
 BUDGET, SEED, NOISE = 32, 0, 0.02
 STAGES = {0: "#56B4E9", 1: "#0072B2", 2: "#009E73", 3: "#D55E00"}
 """ZeRO stage -> colour; those of Okabe and Ito (2008), distinguishable with colour blindness."""
 
 
 def search(method: str) -> list[dict[str, Any]]:
-    """Run one search; return its launches in order: purpose, ZeRO stage, offload, micro-batch, outcome, samples/s."""
-    rig = Rig(LANDSCAPES[LANDSCAPE], budget=BUDGET, noise=NOISE, seed=SEED)
+    """Run one search; return its trials in order: purpose, ZeRO stage, offload, micro-batch, outcome, samples/s."""
+    rig = Rig(MACHINE, budget=BUDGET, noise=NOISE, seed=SEED)
     ours.run(method, rig, budget=BUDGET, seed=SEED)
     return [_row(launch) for launch in rig.launches]
 
@@ -47,7 +47,7 @@ def _row(launch: Launch) -> dict[str, Any]:
         "offload": offloads,
         "micro_batch": config["train_micro_batch_size_per_gpu"],
         "outcome": launch.outcome.value,
-        "samples_per_s": round(throughput(LANDSCAPES[LANDSCAPE], config), 3) if measured else None,
+        "samples_per_s": round(throughput(MACHINE, config), 3) if measured else None,
     }
 
 
@@ -80,7 +80,7 @@ def draw(method: str, launches: Sequence[Mapping[str, Any]], path: Path) -> None
     above.legend(title="hollow: did not fit,\nor was stopped", fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     below.step(range(1, len(trials) + 1), _best_so_far(trials), where="post", color="#333333")
     below.set_ylabel("best so far\n(samples/s)")
-    below.set_xlabel("launch")
+    below.set_xlabel("trial")
     below.set_ylim(bottom=0)
     figure.savefig(path, metadata={"Date": None})
 

@@ -83,7 +83,7 @@ _TOGETHER = 20
 """Number of launches that are evaluated together if no single launch is worth its cost."""
 _UNRESOLVED = 1.0
 """Standard deviations of the noise by which the stated remaining gain exceeds the posterior's. Calibrated on realistic
-machines: nine in ten statements are then true (``python -m benchmarks.random_machines``).
+machines: nine in ten statements are then true (``python -m benchmarks.search_efficiency``).
 """
 _LONG = 2.0
 """Duration relative to a launch of the best configuration above which a launch must be worth its cost alone."""

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.named_landscapes import TYPICAL
 from benchmarks.ours import quick_store, search
+from benchmarks.random_machines.typical import TYPICAL
 from benchmarks.rig import Rig
 from optuna_dsat.config.structures import Structure
 from optuna_dsat.trials import attributes
@@ -48,7 +48,7 @@ EXPERT = {
 @cache
 def first_trials(name: str) -> tuple[tuple[str, int, str, str], ...]:
     """Return structure, micro-batch, kind of launch and reason of the first trials of a case."""
-    rig = Rig(TYPICAL[name], budget=SHOWN, noise=0.005, seed=0, continues=True)
+    rig = Rig(TYPICAL[name].machine, budget=SHOWN, noise=0.005, seed=0)
     with tempfile.TemporaryDirectory() as folder, quick_store(Path(folder)) as store:
         study = search("guided", rig, budget=SHOWN, seed=0, store=store)
     assert study is not None

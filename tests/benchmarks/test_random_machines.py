@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 import benchmarks.random_machines
-from benchmarks.named_landscapes import throughput
 from benchmarks.optimum import optimum, search_space
-from benchmarks.physics import Settings
-from benchmarks.random_machines.__main__ import main, read, seeds_of, table
 from benchmarks.random_machines.draw import draw
-from benchmarks.random_machines.machine import machine_of, structure_of
-from benchmarks.search_efficiency import Result
+from benchmarks.random_machines.machine import machine_of
+from benchmarks.random_machines.settings import Settings, structure_of
+from benchmarks.rig import throughput
+from benchmarks.search_efficiency import Result, main, read, seeds_of, table
 from optuna_dsat.config import ds_config
 from optuna_dsat.outcome import Outcome
 
@@ -27,7 +26,7 @@ def test_nothing_of_the_tuners_cost_models_is_used() -> None:
     folder = Path(str(benchmarks.random_machines.__file__)).parent
     imported = {
         node.module
-        for path in (*folder.glob("*.py"), folder.parent / "physics.py")
+        for path in folder.glob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ImportFrom) and node.module
     }
@@ -59,7 +58,7 @@ def test_a_launch_and_the_enumeration_agree(seed: int) -> None:
     machine = machine_of(seed)
     own = machine.run(machine.user_config, machine.slots)
     assert own.outcome is Outcome.MEASURED
-    best = optimum(machine).best
+    best = optimum(machine)
     overlay = search_space(machine).overlay({**best.params, "train_micro_batch_size_per_gpu": best.micro_batch})
     config = ds_config.merge(machine.user_config, overlay)
     assert throughput(machine, config) == pytest.approx(best.throughput)
@@ -101,7 +100,7 @@ def test_realistic_machines_and_stress_tests_have_separate_rows() -> None:
     def ended(seed: int, left: float) -> Result:
         return Result(
             landscape="machine", method="guided", seed=seed, launches=9, seconds=1.0, launches_to_near=7,
-            seconds_to_near=None, launches_to_close=None, distance=0.01, outcomes={},
+            seconds_to_near=None, distance=0.01, outcomes={},
             statements=[(0.0, 1.0), (0.02, left)], trials=9, rounds=6,
         )  # fmt: skip
 

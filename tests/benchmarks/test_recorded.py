@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from benchmarks import record_landscape, search_efficiency
-from benchmarks.named_landscapes import LANDSCAPES, throughput
 from benchmarks.record_landscape import configurations, edge_walk
 from benchmarks.recorded import Recorded, recorded_landscapes, structure_of, summary
+from benchmarks.rig import throughput
 from optuna_dsat.config.structures import Structure
 from optuna_dsat.outcome import Outcome
 
@@ -93,19 +93,19 @@ def test_records_are_played_back_and_filled_in_between(recorded: Recorded) -> No
     assert rate == pytest.approx(throughput(recorded, config(size)))
 
 
-def test_a_recorded_landscape_is_searched(
-    recorded: Recorded, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_record_is_searched(recorded: Recorded, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert recorded.no_tune == ("offload_optimizer", "offload_param")
-    path, out = tmp_path / "small.json", tmp_path / "results.json"
+    path, out = tmp_path / "small.json", tmp_path / "results.jsonl"
     search_efficiency.main(
-        ["--recorded", str(path), "--methods", "guided", "random", "--seeds", "1", "--budget", "12", "--json", str(out)]
-    )
-    printed = capsys.readouterr().out
-    assert "Recorded 2026-11-21 on 2 x x86_64" in printed
-    results = {result["method"]: result for result in json.loads(out.read_text())}
-    assert results["guided"]["distance"] < 0.15  # the user's own config: 0.6
-    assert results["random"]["launches"] == 13
+        ["--records", str(path), "--recorded", "1", "--methods", "guided", "random", "--budget", "12",
+         "--results", str(out)]
+    )  # fmt: skip
+    printed = capsys.readouterr()
+    assert "Recorded 2026-11-21 on 2 x x86_64" in printed.err
+    assert "| recorded, random | 1 |" in printed.out
+    results = search_efficiency.read(out)
+    assert results["small", 0, "guided"].distance < 0.15  # the user's own config: 0.6
+    assert results["small", 0, "random"].trials == 13
 
 
 def by_time() -> dict[str, Any]:
@@ -161,29 +161,15 @@ def test_with_accumulation_all_but_the_optimizers_step_is_repeated(timed: Record
 def test_the_noise_is_that_of_repeated_launches(timed: Recorded) -> None:
     expected = math.log(1.01 / 0.99) / math.sqrt(2)
     assert timed.noise == pytest.approx(expected, rel=1e-6)
-    assert search_efficiency.noise_of(timed, None) == timed.noise
-    assert search_efficiency.noise_of(timed, 0.07) == 0.07
     runs = by_time()["runs"]
     assert summary(runs) == {"configurations": 28, "launches": len(runs), "noise": round(expected, 4)}
 
 
-def test_records_in_the_folder_are_part_of_every_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_complete_records_are_searched(tmp_path: Path) -> None:
     (tmp_path / "timed.json").write_text(json.dumps(by_time()))
     begun = {name: value for name, value in by_time().items() if name != "summary"}
     (tmp_path / "begun.json").write_text(json.dumps(begun))
     assert list(recorded_landscapes(tmp_path)) == ["timed"]
-    monkeypatch.setattr(search_efficiency, "recorded_landscapes", lambda: recorded_landscapes(tmp_path))
-    chosen = search_efficiency._chosen(search_efficiency._parser().parse_args([]))
-    assert [item.name for item in chosen] == [*LANDSCAPES, "timed"]
-    search_efficiency.main(["--landscapes", "timed", "--methods", "binary", "optuna-tpe", "--seeds", "1",
-                            "--budget", "10"])  # fmt: skip
-    printed = capsys.readouterr().out
-    assert "### timed" in printed
-    assert "launches differ by 1.4%" in printed
-    assert "| binary |" in printed
-    assert "| optuna-tpe |" in printed
 
 
 def test_the_users_config_is_played_back_as_it_was(timed: Recorded) -> None:

@@ -1,19 +1,17 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 
 import pytest
 
 from benchmarks import ours, search_efficiency
-from benchmarks.named_landscapes import LANDSCAPES, throughput
-from benchmarks.rig import BudgetSpentError, Launch, Rig
+from benchmarks.random_machines.typical import TYPICAL
+from benchmarks.rig import BudgetSpentError, Launch, Rig, throughput
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.store import Store
 
-TINY = LANDSCAPES["tiny-many-gpus"]
-FAST = LANDSCAPES["fast-links"]
+FAST = TYPICAL["1.3B, 8 x 80 GB"].machine
 
 
 def launch(micro_batch: int, value: float, *, purpose: str = "trial", outcome: Outcome = Outcome.MEASURED) -> Launch:
@@ -27,34 +25,16 @@ def launch(micro_batch: int, value: float, *, purpose: str = "trial", outcome: O
     )
 
 
-def test_a_reduced_benchmark_prints_its_table_and_writes_every_search(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "results.json"
-    search_efficiency.main(
-        ["--seeds", "2", "--budget", "9", "--landscapes", TINY.name, "--methods", "asha", "optuna-random",
-         "--json", str(path)]
-    )  # fmt: skip
-    printed = capsys.readouterr().out
-    assert "### tiny-many-gpus" in printed
-    assert printed.count("| asha |") == printed.count("| optuna-random |") == 1
-    results = json.loads(path.read_text())
-    assert [(r["method"], r["seed"]) for r in results] == [
-        ("asha", 0), ("asha", 1), ("optuna-random", 0), ("optuna-random", 1)
-    ]  # fmt: skip
-    assert all(r["launches"] == 10 and 0 <= r["distance"] < 1 for r in results)
-
-
 def test_a_peer_that_is_not_installed_is_left_out_by_name(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    search_efficiency.main(["--seeds", "1", "--landscapes", TINY.name, "--methods", "dsat-asha"])
+    search_efficiency.main(["--seeds", "1", "--methods", "dsat-asha", "--results", str(tmp_path / "results.jsonl")])
     assert "dsat-asha is left out: determined not installed" in capsys.readouterr().out
 
 
 def test_trials_in_memory_lead_to_the_same_launches_as_in_sqlite(tmp_path: Path) -> None:
-    in_memory, on_disk = (Rig(TINY, budget=10, noise=0.02, seed=3) for _ in range(2))
+    in_memory, on_disk = (Rig(FAST, budget=10, noise=0.02, seed=3) for _ in range(2))
     with ours.quick_store(tmp_path) as quick, Store.open(f"sqlite:///{tmp_path / 'real.db'}") as real:
         for rig, store in ((in_memory, quick), (on_disk, real)):
             ours.search("asha", rig, budget=10, seed=3, store=store)
