@@ -296,6 +296,21 @@ def test_ranks_of_torchrunx_are_the_ranks(monkeypatch: pytest.MonkeyPatch, worke
         module.Launcher(workers_per_host=4, backend=None).run(print)
 
 
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("ray.train.base_trainer", "BaseTrainer"), ("ray.train.v2.api.data_parallel_trainer", "DataParallelTrainer")],
+)
+def test_actors_of_ray_train_are_no_ranks(monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> None:
+    trainer = type(name, (SimpleNamespace,), {"fit": lambda _: "ran"})
+    imported: Any = ModuleType(module)
+    setattr(imported, name, trainer)
+    monkeypatch.setitem(sys.modules, module, imported)
+    multiprocessing(print)
+    with pytest.raises(ValueError, match=r"trains in actors of Ray Train, .*: have it pass ScalingConfig"):
+        trainer(running_in_local_mode=False).fit()
+    assert trainer(running_in_local_mode=True).fit() == "ran"
+
+
 def test_as_many_processes_as_ranks_are_the_ranks() -> None:
     ran: list[Any] = []
 

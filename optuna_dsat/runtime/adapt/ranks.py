@@ -49,6 +49,10 @@ _NOT_MEASURED = (
 )
 _IN_POOL = f"the script trains in the processes of a pool{_NOT_MEASURED}"
 _IN_MAIN = f"the script trains in its own process and in others that it starts{_NOT_MEASURED}"
+_IN_ACTORS = (
+    "the script trains in actors of Ray Train, whose steps cannot be measured: have it pass "
+    "ScalingConfig(num_workers=0), for ranks of torchrun (Ray 2.51 or newer), and put torchrun before it"
+)
 _TRAINS = 86
 """Exit code of a process in the place of a rank."""
 _NO_MPI = (
@@ -234,8 +238,22 @@ def spawn_in_place(multiprocessing: Any, *, rank: Rank, on_spawn: Callable[[], N
                 distributed.init_process_group(launcher.backend)
             return module.LaunchResult({"localhost": [fn(*args, **options)] * rank.local_world_size})
 
+    def ray_train_imported(module: Any, *, trainer: str) -> None:
+        @patch(getattr(module, trainer), "fit")
+        def fit(original: Any, self: Any, *args: Any) -> Any:
+            if getattr(self, "running_in_local_mode", False):
+                return original(self, *args)
+            raise ValueError(_IN_ACTORS)
+
     ImportWatch(
-        {"torch.distributed.launcher.api": launcher_imported, "torchrunx.launcher": torchrunx_imported}
+        {
+            "torch.distributed.launcher.api": launcher_imported,
+            "torchrunx.launcher": torchrunx_imported,
+            "ray.train.v2.api.data_parallel_trainer": functools.partial(
+                ray_train_imported, trainer="DataParallelTrainer"
+            ),
+            "ray.train.base_trainer": functools.partial(ray_train_imported, trainer="BaseTrainer"),
+        }
     ).install()
 
 
