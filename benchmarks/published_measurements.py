@@ -20,6 +20,7 @@ from typing import Any
 from benchmarks.published import PublishedTable, Row, published_tables
 from optuna_dsat.cost.gpus import GPUS
 from optuna_dsat.cost.memory import estimate
+from optuna_dsat.cost.memory_posterior import MemoryPosterior
 from optuna_dsat.plan.from_shape import Machine, plan_shape
 from optuna_dsat.plan.prediction import predict_steps
 from optuna_dsat.plan.transformer import TransformerShape, shape_of
@@ -130,6 +131,7 @@ def compare(name: str, table: PublishedTable) -> tuple[list[Comparison], list[st
         shape, config = shape_of_row(table, row), config_of_row(table, row)
         subject = plan_shape(shape, machine, config=config, memory_margin=0.05).subject
         peak = estimate(subject.profile, config, micro_batch=row.micro_batch, hardware=subject.hardware).device_bytes
+        beside = left_free(gpu.memory_bytes, table.memory)
         results.append(
             Comparison(
                 table=name,
@@ -137,12 +139,23 @@ def compare(name: str, table: PublishedTable) -> tuple[list[Comparison], list[st
                 absolute=not table.machine.stand_in and row.run_s is None and row.relative_rate is None,
                 predicted_rate=predict_steps(subject, [config], [row.micro_batch])[0].samples_per_s,
                 measured_rate=measured_rate(table, row, shape),
-                predicted_bytes=peak,
+                predicted_bytes=peak + beside,
                 measured_bytes=row.peak_bytes,
                 fits=peak <= subject.usable_bytes,
             )
         )
     return results, left_out
+
+
+def left_free(device_bytes: int, memory: str | None) -> int:
+    """Return the bytes that ``plan`` leaves free, as far as a kind of measured peak contains them.
+
+    Reserved bytes contain what the allocator's fragmentation loses, those of nvidia-smi the CUDA context as well.
+    """
+    if memory not in ("reserved", "nvidia-smi"):
+        return 0
+    posterior = MemoryPosterior(device_bytes=device_bytes, bytes_per_sample=0, on_cpu=memory == "reserved")
+    return device_bytes - round(posterior.usable)
 
 
 def right_order(results: Sequence[Comparison]) -> tuple[int, int]:

@@ -36,6 +36,8 @@ class Model(_Record):
     """Tokens per sample, padding included."""
     logits: int | None = None
     """Logits per sample that are stored; null for tokens times vocabulary."""
+    looked_up: int = 0
+    """Parameters of embeddings that are not weights of the output, too."""
     dropout: bool = False
     fused_attention: bool = False
     """Whether attention stores no matrix of sequence x sequence scores."""

@@ -187,11 +187,14 @@ class RandomMachine:
         return self._states(settings) + activations
 
     def _states(self, settings: Settings) -> float:
-        """Return bytes of model states and buffers on a device (ZeRO, arXiv:1910.02054, table 1), with a deviation."""
+        """Return bytes of model states and buffers on a device (ZeRO, arXiv:1910.02054, table 1), with a deviation.
+
+        From ZeRO 2 on an offloaded optimizer has the gradients, too (ZeRO-Offload, arXiv:2101.06840).
+        """
         params, ranks = self.net.params, self.hardware.gpus
         owned = params / ranks
         weights = _HALF * (owned if settings.stage == 3 else params) * (not settings.offload_param)
-        gradients = _GRADIENTS * (owned if settings.stage >= 2 else params)
+        gradients = _GRADIENTS * (owned * (1 - settings.host_share(owned)) if settings.stage >= 2 else params)
         adam = (1 - settings.host_share(owned)) * _ADAM * (owned if settings.stage else params)
         buffers = min(settings.bucket, params) * _HALF * (1 + settings.overlap)
         if settings.stage == 3:

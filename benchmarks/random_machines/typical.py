@@ -86,7 +86,7 @@ def _case(
         hidden=0.7,
         straggler=1.0,
         structure_times={each: 1.12 if each[0] == 3 else 1.0 for each in STRUCTURES},  # hooks of its modules
-        structure_bytes={each: _bytes(*each, ranks=hardware.gpus) for each in STRUCTURES},
+        structure_bytes=dict.fromkeys(STRUCTURES, 1.0),
         realistic=True,
         flags={},
         sizes={},
@@ -102,12 +102,6 @@ def _case(
         habits=(structure,),
     )
     return Case(about=about, machine=RandomMachine(drawn=drawn, user_structure=structure))
-
-
-def _bytes(stage: int, optimizer: bool, params: bool, *, ranks: int) -> float:
-    """Return the share of states on the device: from ZeRO 2 on an offloaded optimizer has the gradients, too."""
-    weights = (1 / ranks if stage == 3 else 1.0) * (not params)
-    return weights / (weights + 1 / ranks) if optimizer and stage > 1 else 1.0
 
 
 _13B: Mapping[str, Any] = {"params": 1.3e9, "hidden_size": 2048}

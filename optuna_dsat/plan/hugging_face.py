@@ -145,6 +145,8 @@ def shape_of_config(
         active_params=active if active != stored else None,
         largest_module=model.largest_module(),
         logits=logits,
+        looked_up=model.looked_up(),
+        causal=model.family.kind == "decoder",
         trainable_share=trainable_share,
         quantized=quantized,
         quantized_bits=bits,
@@ -309,6 +311,13 @@ class _Model:
         )
         return stored, active, logits
 
+    def looked_up(self) -> int:
+        """Return the parameters of the embeddings that are not weights of the output, too."""
+        if self.family.kind == "image":
+            return 0
+        is_output = self._head()[1] is None and self._is_tied
+        return self._positions() * self.hidden + (0 if is_output else self.vocab * self._embedding_width())
+
     def _norms(self) -> int:
         family = self.family
         return family.norm_weights * (family.norms * self.hidden + family.head_norms * self.head_dim)
@@ -338,12 +347,23 @@ class _Model:
             tall, wide = self._sides("patch_size")
             channels = reader.size("num_channels", default=3)
             return hidden * (tall * wide * channels + 1) + hidden * (self._patches() + 2)
-        width = reader.size("word_embed_proj_dim", default=hidden) if family.projected else hidden
+        width, norm = self._embedding_width(), family.norm_weights * hidden if family.embedding_norm else 0
+        projections = 2 * hidden * width if width != hidden else 0
+        return self.vocab * width + self._positions() * hidden + norm + projections
+
+    def _embedding_width(self) -> int:
+        return self.reader.size("word_embed_proj_dim", default=self.hidden) if self.family.projected else self.hidden
+
+    def _positions(self) -> int:
+        """Return the rows of the embeddings of positions and token types."""
+        family, reader = self.family, self.reader
         rows = reader.size("max_position_embeddings", "n_positions") if family.learned_positions else 0
         rows += family.extra_positions
-        rows += reader.size("type_vocab_size", default=family.token_types) if family.token_types else 0
-        norm = family.norm_weights * hidden if family.embedding_norm else 0
-        return self.vocab * width + rows * hidden + norm + (2 * hidden * width if width != hidden else 0)
+        return rows + (reader.size("type_vocab_size", default=family.token_types) if family.token_types else 0)
+
+    @property
+    def _is_tied(self) -> bool:
+        return self.reader.flag("tie_word_embeddings", default=self.family.tied)
 
     def _head(self) -> tuple[int, int | None]:
         """Return the parameters of the head, and the number of logits per sample (None: tokens times vocabulary).
@@ -363,7 +383,7 @@ class _Model:
         if name.endswith("Model") and not name.endswith("HeadModel"):
             return dense * family.pooled, hidden
         bias = self.vocab if family.head_bias else 0
-        tied = self.reader.flag("tie_word_embeddings", default=family.tied)
+        tied = self._is_tied
         if family.kind == "encoder":
             pooled = dense + 2 * hidden + 2 if name.endswith("PreTraining") else 0
             return (0 if tied else self.vocab * hidden) + dense + 2 * hidden + bias + pooled, None

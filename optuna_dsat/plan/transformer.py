@@ -11,7 +11,8 @@ h``) and needs the activations of a single layer during the backward pass (secti
 the embedding's dropout, ``4 s b h`` for the last norm and the projection's input, and the logits (section 4.3).
 
 FLOPs follow Narayanan et al. (arXiv:2104.04473, section 5.1): 6 per parameter and token, and ``12 L s^2 h`` for
-attention; full recomputation repeats the forward pass.
+attention, of which a fused kernel computes half for a causal model (FlashAttention-2, arXiv:2307.08691, section 4.1);
+full recomputation repeats the forward pass. An embedding that is no output is looked up, which takes no FLOPs.
 
 With grouped-query attention or a different head size, attention stores its input, queries and output at the width of
 the queries, and keys and values at their own width. In a mixture of experts, a token computes and stores activations
@@ -84,6 +85,10 @@ class TransformerShape:
     """Parameters of the largest single module; None for the embedding, or a matrix of the feed-forward block."""
     logits: int | None = None
     """Number of logits per sample; None for tokens times vocabulary."""
+    looked_up: int = 0
+    """Parameters of embeddings that are not weights of the output, too."""
+    causal: bool = True
+    """Whether a token attends to earlier tokens only."""
     trainable_share: float = 1.0
     """Share of the parameters that is trained, as with LoRA."""
     quantized: str = ""
@@ -152,29 +157,29 @@ class TransformerShape:
         return 4 * (self.layers + self.cross_layers) * self.q_width * self.seq_length**2
 
     @property
-    def forward_flops(self) -> int:
-        """FLOPs of the forward pass."""
-        return 2 * (self.active_params or self.params) * self.seq_length + self.attention_flops
+    def model_flops_per_sample(self) -> int:
+        """FLOPs of forward and backward pass by which utilisation is defined (arXiv:2204.02311, appendix B).
+
+        They count all parameters and the whole attention matrix, and no recomputation.
+        """
+        return self._flops(self.active_params or self.params, attention=self.attention_flops)
 
     @property
-    def model_flops_per_sample(self) -> int:
-        """FLOPs of forward and backward pass, without recomputation.
+    def flops_per_sample(self) -> int:
+        """FLOPs that forward and backward pass compute, including recomputation."""
+        attention = self.attention_flops // (2 if self.causal and self.fused_attention else 1)
+        multiplied = (self.active_params or self.params) - self.looked_up
+        again = {"none": 0, "selective": attention, "full": 2 * multiplied * self.seq_length + attention}
+        return self._flops(multiplied, attention=attention) + again[self.recompute]
+
+    def _flops(self, params: int, *, attention: int) -> int:
+        """Return the FLOPs of forward and backward pass, of which the forward pass has those of ``attention``.
 
         In the backward pass, the gradients of activations cost as many as the forward pass, and the gradients of
         trained weights cost the same again.
         """
-        weights = round(2 * (self.active_params or self.params) * self.seq_length * self.trainable_share)
-        return 2 * self.forward_flops + weights + self.attention_flops
-
-    @property
-    def flops_per_sample(self) -> int:
-        """FLOPs of forward and backward pass, including recomputation."""
-        again = {
-            "none": 0,
-            "selective": self.attention_flops,
-            "full": self.forward_flops,
-        }
-        return self.model_flops_per_sample + again[self.recompute]
+        forward = 2 * params * self.seq_length
+        return 2 * forward + round(forward * self.trainable_share) + 3 * attention
 
     @property
     def words(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -51,11 +52,17 @@ def test_flops_are_those_of_narayanan() -> None:
     """arXiv:2104.04473, equation 3: 96 B s l h^2 (1 + s / 6h + V / 16 l h) with recomputation, so 72 without."""
     hidden, layers, vocab, s = 12288, 96, 51200, 2048
     params = 12 * layers * hidden**2 + vocab * hidden
-    model = gpt(params, layers, hidden, 96, fused_attention=True)
+    model = gpt(params, layers, hidden, 96, fused_attention=True, causal=False)
     theirs = 72 * s * layers * hidden**2 * (1 + s / (6 * hidden) + vocab / (12 * layers * hidden))
     assert model.flops_per_sample == pytest.approx(theirs, rel=1e-3)
-    full = gpt(params, layers, hidden, 96, fused_attention=True, recompute="full")
+    full = replace(model, recompute="full")
     assert full.flops_per_sample == pytest.approx(4 / 3 * theirs, rel=1e-3)
+    half = 72 * s * layers * hidden**2 * s / (6 * hidden) / 2
+    assert replace(model, causal=True).flops_per_sample == pytest.approx(theirs - half, rel=1e-3)
+    assert replace(model, causal=True, fused_attention=False).flops_per_sample == model.flops_per_sample
+    untied = replace(model, params=params + vocab * hidden, looked_up=vocab * hidden)
+    assert untied.flops_per_sample == model.flops_per_sample
+    assert untied.model_flops_per_sample > model.model_flops_per_sample
 
 
 @pytest.mark.parametrize(

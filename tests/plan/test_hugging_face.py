@@ -135,6 +135,13 @@ def test_as_many_parameters_as_transformers_builds(tmp_path: Path, name: str) ->
         sum(parameter.numel() for parameter in module.parameters(recurse=False)) for module in model.modules()
     )
     assert result.largest_layer_params == pytest.approx(largest, rel=0.35)
+    outputs = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Linear)}
+    tables = {id(each.weight): each.weight for each in model.modules() if isinstance(each, torch.nn.Embedding)}
+    looked_up = sum(table.numel() for place, table in tables.items() if place not in outputs)
+    assert result.looked_up == pytest.approx(looked_up, rel=0.01, abs=4096)  # T5's relative positions are small
+    auto = transformers.models.auto.modeling_auto
+    causal, masked = (getattr(auto, f"MODEL_FOR_{kind}_LM_MAPPING_NAMES") for kind in ("CAUSAL", "MASKED"))
+    assert result.causal == (kind in causal and kind not in masked)
 
 
 def test_every_family_is_compared() -> None:
