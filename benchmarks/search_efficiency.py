@@ -91,11 +91,6 @@ class Result:
     that of the end of the search.
     """
 
-    @property
-    def found(self) -> bool:
-        """Whether any configuration ran."""
-        return self.distance < 1
-
 
 def main(arguments: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(arguments)
@@ -128,7 +123,7 @@ def _run(
     noise: float,
     seed: int,
 ) -> None:
-    """Run those searches of a landscape and seed that are not known, append them to the file and to ``known``."""
+    """Run the searches of a landscape and seed that are not known; append them to the file and to ``known``."""
     for method in methods:
         if (landscape.name, seed, method) in known:
             continue
