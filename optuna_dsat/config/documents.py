@@ -70,15 +70,16 @@ def checked(data: Any, where: str, error: Callable[[str], UsageError] = UsageErr
         UsageError: If there are too many values, or endlessly many, a number is too large, or text cannot be a
             command-line argument.
     """
-    left, count = [data], 0
+    document, left, count = where, [(where, data)], 0
     while left:
-        value, count = left.pop(), count + 1
+        (where, value), count = left.pop(), count + 1
         if count > _MOST_VALUES:
-            raise error(f"{where} is nested in itself, or holds more than {_MOST_VALUES:,} values.")
+            raise error(f"{document} is nested in itself, or holds more than {_MOST_VALUES:,} values.")
         if isinstance(value, dict):
-            left += [*value, *value.values()]
+            before = f"{where}: " if where == document else f"{where}."
+            left += [pair for key, item in value.items() for pair in ((where, key), (f"{before}{key}", item))]
         elif isinstance(value, (list, tuple, set)):
-            left += value
+            left += [(where, item) for item in value]
         elif isinstance(value, int) and abs(value) > _LARGEST_INTEGER:
             raise error(f"{where} holds a whole number of more than 64 bits.")
         elif isinstance(value, float) and not math.isfinite(value):

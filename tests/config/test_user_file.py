@@ -32,7 +32,7 @@ def read(tmp_path: Path, text: str | bytes) -> user_file.UserConfig:
         ('{"zero_optimization": {stage: 1, "stage": 2}}  # HJSON', "'stage' is given twice"),
         ("[1]", "this is a list"),
         ("null", "this is null"),
-        ('{"a": NaN}', "a number that is not finite"),
+        ('{"a": {"b": [1, NaN]}}', ": a.b holds a number that is not finite"),
         (b'{"a": "\xff"}', "line 1: not UTF-8"),
         ("[" * 100_000, "nested too deeply"),
         ('{"zero_optimization": 3}', "zero_optimization is a number"),
