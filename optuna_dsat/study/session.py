@@ -125,10 +125,7 @@ class Session:
         self._context.say(refused_in_words(later))
         space = space_of(self.spec, profiled)
         check_nvme(self.spec, profiled, space)
-        known.launcher.prepare(
-            profiled.preload.changed(added=self.spec.preload or (), left_out=self.spec.no_preload or ()),
-            operators=profiled.operators(self.spec, space),
-        )
+        known.launcher.prepare(profiled.preload, operators=profiled.operators(self.spec, space))
         prior_knowledge = self._prior_knowledge(profiled, turn.fingerprint)
         method = make_method(self.spec, profiled, space, prior_knowledge=prior_knowledge)
         study = optuna.load_study(

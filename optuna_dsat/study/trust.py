@@ -50,12 +50,10 @@ def _facts(spec: StudySpec, profiled: Profiled | None, *, is_known: bool) -> Ite
         yield "arguments", shell_line(without_secrets(script.args))
     if variables:
         yield "environment", hidden(shell_line(f"{name}={value}" for name, value in variables.items()))
-    if spec.preload or modules:
-        # The profile has some thousand modules: show only their packages.
-        names = [*dict.fromkeys((*(spec.preload or ()), *(name.partition(".")[0] for name in modules)))]
-        if is_known and (others := names[len(spec.preload or ()) :]):
-            names = [*names[: -len(others)], things_in_words(len(others), "package")]
-        yield "imports", ", ".join(names) + (f" ({things_in_words(len(modules), 'module')})" if modules else "")
+    if modules:  # some thousand: show only their packages
+        names = [*dict.fromkeys(name.partition(".")[0] for name in modules)]
+        shown = things_in_words(len(names), "package") if is_known else ", ".join(names)
+        yield "imports", f"{shown} ({things_in_words(len(modules), 'module')})"
     yield "works in", script.cwd
     if spec.python is not None:
         yield "python", spec.python
@@ -107,7 +105,6 @@ def _note_of(spec: StudySpec) -> Path:
         "study": spec.identity(),
         "name": spec.name,
         "writes": spec.output_dir,
-        "preload": [spec.preload, spec.no_preload],
         **({} if spec.python is None else {"python": spec.python}),
     }
     digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()

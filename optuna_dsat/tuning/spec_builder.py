@@ -18,7 +18,6 @@ from optuna_dsat.launch.machine.devices import Devices, cpu_devices, detect_devi
 from optuna_dsat.launch.machine.host import available_memory_bytes
 from optuna_dsat.launch.machine.slots import only_free
 from optuna_dsat.script.arg_mapping import parse_mappings
-from optuna_dsat.script.command.source import is_importable
 from optuna_dsat.script.interpreter import examined, script_python
 from optuna_dsat.secrecy.references import References, keep, refer_in_command
 from optuna_dsat.study.options.parse import one_count
@@ -88,7 +87,6 @@ def build_spec(method: str, options: TuneOptions, devices: Devices) -> StudySpec
             "--nvme-path is for ZeRO 3, as DeepSpeed offloads to NVMe at no other stage; add 3 to --zero-stages, or "
             "drop one of them."
         )
-    _check_modules(spec)
     keep(secrets.values)
     from optuna_dsat.study.space import space_of
 
@@ -143,25 +141,6 @@ def _variables(given: Mapping[str, str]) -> Mapping[str, str]:
     if wrong := [name for name in given if not name or "=" in name]:
         raise UsageError(f"--env has a variable named {wrong[0]!r}; write NAME=VALUE, the name without '='.")
     return given
-
-
-def _check_modules(spec: StudySpec) -> None:
-    """Raise for invalid module names, and for modules that a launch on this machine would not find."""
-    for option, names in (("--preload", spec.preload or ()), ("--no-preload", spec.no_preload or ())):
-        for name in names:
-            if not all(part.isidentifier() for part in name.split(".")):
-                raise UsageError(f"{option} takes a module's name, such as package.module; got {name!r}.")
-    for name in spec.no_preload or ():
-        top = name.partition(".")[0]
-        if name != top:
-            raise UsageError(f"--no-preload takes whole packages: write {top} instead of {name}.")
-    if spec.on != "here":
-        return  # cluster nodes may have other modules
-    beside = spec.script.folder
-    paths = [Path(path) for path in spec.script.environment.get("PYTHONPATH", "").split(os.pathsep) if path]
-    for name in spec.preload or ():
-        if not is_importable(name, [beside, *paths], python=spec.python):
-            raise UsageError(f"--preload is {name}: no such module is installed, and none lies in {beside}.")
 
 
 def _existing_folder(path: str) -> str:

@@ -115,7 +115,7 @@ OPTIONS = _split(
     --metric --zero-stages --fix --no-tune --arg-mapping --env --nvme-path --max-trials
     --max-concurrent-trials --max-slots --timeout --trial-timeout --stall-timeout --max-retries
     --start-profile-step --end-profile-step --random-seed --gpus-per-trial
-    --wait-for-gpus --device-memory --launcher --preload --no-preload --storage --output-dir
+    --wait-for-gpus --device-memory --launcher --storage --output-dir
     --train-batch-size --batch --max-train-batch-size --divisible-by --dataset-size --tie --confirm
     --confirm-time --early-stopping --trials-per-random-config --options --hparams --module
     """

@@ -56,7 +56,7 @@ def altered_spec(text: str, folder: Path) -> str:
     script = {**spec["script"], "script": PATH, "args": [IN_A_SPEC, "--name", IN_A_SPEC], "cwd": PATH}
     script |= {"config_path": PATH, "environment": {IN_A_SPEC: IN_A_SPEC}}
     config = {**spec["ds_config"], "comment": IN_A_SPEC, IN_A_SPEC: {IN_A_SPEC: [IN_A_SPEC]}}
-    kept = {"name": NAME, "output_dir": str(folder), "script": script, "ds_config": config, "preload": [IN_A_SPEC]}
+    kept = {"name": NAME, "output_dir": str(folder), "script": script, "ds_config": config}
     return json.dumps({**spec, **kept})
 
 

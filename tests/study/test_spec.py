@@ -72,7 +72,7 @@ def test_a_spec_survives_its_json() -> None:
 
 
 def test_a_spec_is_stored_as_older_versions_read_it() -> None:
-    several = ("zero_stages", "no_tune", "preload", "no_preload", "writable", "slurm_arg", "ray_node")
+    several = ("zero_stages", "no_tune", "writable", "slurm_arg", "ray_node")
     empty = spec(**dict.fromkeys([*several, "fix", "gpus_per_node", "nvme_path"]))
     assert empty == spec()
     stored = empty.stored()

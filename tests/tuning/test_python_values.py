@@ -86,13 +86,6 @@ def test_one_stage_one_knob_and_numbers_of_numpy(bench: EntryPointBench) -> None
         (TypeError, {"script": ["train.py"]}, "script must be a path; got list"),
         (TypeError, {"ds_config": 3}, r"ds_config must be a path or a dictionary; got 3 \(int\)"),
         (TypeError, {"timeout": "1h"}, r"timeout must be a number; got '1h' \(str\)"),
-        (UsageError, {"preload": ["../x"]}, r"preload takes a module's name, such as package\.module; got '\.\./x'"),
-        (
-            UsageError,
-            {"preload": ["json", "no_such_module.part"]},
-            "preload is no_such_module.part: no such module is installed",
-        ),
-        (UsageError, {"no_preload": ["torch.nn"]}, "no_preload takes whole packages: write torch instead of torch.nn"),
         (UsageError, {"slurm_arg": ["--partition=a100"]}, "slurm_arg is for launches by on slurm; these run here"),
         (UsageError, {"ray_node": ["n1"], "on": "slurm"}, "ray_node is for launches by on ray; these run by on slurm"),
         (UsageError, {"queue_timeout": 60}, "queue_timeout is for launches by on slurm or ray; these run here"),
@@ -109,8 +102,3 @@ def test_another_type_or_value_is_one_clear_error_and_nothing_is_written(
         optuna_dsat.tune(**{"script": "train.py", "ds_config": "ds.json", **QUICK, **given})
     assert "secret" not in str(raised.value)
     assert sorted(Path().iterdir()) == before
-
-
-def test_a_module_beside_the_script_may_be_imported_before_launches(bench: EntryPointBench) -> None:
-    (bench.folder / "beside.py").write_text("")
-    optuna_dsat.tune("train.py", "ds.json", preload=["beside", "json.decoder"], no_preload="torch", **QUICK)

@@ -99,7 +99,6 @@ def test_what_the_database_names_anew_is_not_run(leave: Leave, bench: EntryPoint
         "/bin/true": {"script": {"script": "/bin/true"}},
         "--epochs 4": {"script": {"args": ["--epochs", "4"]}},
         "LD_PRELOAD": {"script": {"environment": {"LD_PRELOAD": "/tmp/x.so"}}},
-        "antigravity": {"preload": ["antigravity"]},
         "/elsewhere": {"output_dir": "/elsewhere"},
     }
     for word, change in changes.items():

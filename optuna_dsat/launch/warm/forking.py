@@ -94,7 +94,7 @@ class Forking:
         """Set the modules that launches share; imported at once if the server runs, else with the first launch."""
         if not self.enabled:
             return
-        self.preload = replace(preload, left_out=tuple(sorted({*self.preload.left_out, *preload.left_out})))
+        self.preload = replace(preload, left_out=self.preload.left_out)
         self._drop_if_ended()
         if self._server is not None and (self._preloads_pending or self._read & set(preload.environment)):
             self._retire()  # it may have read a variable that the script changes: another one is watched from its start

@@ -19,7 +19,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -65,10 +65,6 @@ class Preload:
             operators=tuple(imported.operators),
             environment=tuple(imported.environment),
         )
-
-    def changed(self, *, added: Sequence[str], left_out: Sequence[str]) -> Preload:
-        """Return a copy with added modules and excluded packages."""
-        return replace(self, modules=(*self.modules, *added), left_out=(*self.left_out, *left_out))
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields, for JSON."""

@@ -169,22 +169,6 @@ class PlaceSettings:
             metavar="PYTHON",
         ),
     ] = None
-    preload: Annotated[
-        Texts,
-        running(
-            help="Import this module, too, before warm launches are forked (repeatable).",
-            python_help="Modules to import, too, before warm launches are forked.",
-            metavar="MODULE",
-        ),
-    ] = None
-    no_preload: Annotated[
-        Texts,
-        running(
-            help="Do not import this package before warm launches are forked (repeatable).",
-            python_help="Packages not to import before warm launches are forked.",
-            metavar="PACKAGE",
-        ),
-    ] = None
     isolation: Annotated[
         Literal["auto", "python", "off"],
         running(
