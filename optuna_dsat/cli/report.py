@@ -1,7 +1,6 @@
 """``report`` writes the report of a study, or compares studies; ``explain`` and ``dashboard`` show one study.
 
-``explain``: why the winner is fastest, its bottleneck, and what to change or buy next. ``dashboard``: a study in the
-browser, during the search.
+``explain``: why the winner is fastest, and its bottleneck. ``dashboard``: a study in the browser, during the search.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ def explain(
     storage: Storage = DEFAULT_STORAGE,
     as_json: Json = False,
 ) -> None:
-    """Explain, setting by setting, why the winner is faster; compare with the prediction; advise what to do next."""
+    """Explain, setting by setting, why the winner is faster; compare with the prediction."""
     from optuna_dsat.report.explain.explanation import explain_study
     from optuna_dsat.report.explain.prediction_gap import prediction_gap
     from optuna_dsat.report.view import read_view
@@ -149,8 +148,6 @@ def _show(explanation: Explanation, words: str, *, gap: PredictionGap | None = N
         say_prose(gap.verdict)
         for cause in gap.causes:
             say_prose(f"  {cause}")
-    for text in explanation.proposals:
-        say_prose(f"- {text}")
 
 
 def _against_own(explanation: Explanation) -> str:

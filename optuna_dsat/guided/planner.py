@@ -266,23 +266,6 @@ class GuidedPlanner:
         result = posterior.formula_log_objective(np.array(rows, dtype=np.int64), sizes)
         return [self.problem.metric_of(float(item)) for item in result]
 
-    def rate_ratio(
-        self,
-        trials: Sequence[FrozenTrial],
-        row: int,
-        micro_batch: int,
-        *,
-        larger_batch: int = 1,
-        more_steps: float = 1,
-    ) -> float:
-        """Return the predicted factor on samples/s of a change of batch sizes by factors, regardless of memory."""
-        columns, fitted = self.problem.table.columns.take(np.array([row, row])), self.fitted_coefficients(trials)
-        size = np.array([1.0, larger_batch]) * micro_batch
-        steps = np.array([1.0, more_steps]) * self.problem.space.accumulation(micro_batch)
-        seconds = self.problem.step_time.phases(fitted.mean, columns, size, steps, np.full(2, 0.5)).sum(axis=0)
-        rates = size * steps / seconds
-        return float(rates[1] / rates[0])
-
     def _posterior(self, trials: Sequence[FrozenTrial], *, formula_error: float = DOUBTED_FORMULA) -> Posterior:
         observations = self.problem.table.observations_of_trials(trials)
         return Posterior(self.problem, observations, samples_limit=None, formula_error=formula_error)

@@ -4,7 +4,7 @@
 and ``dashboard.notes``. ``page`` renders them; ``write`` writes the page, or that of several studies, to a file.
 ``dashboard.live`` renders a study again as it changes, ``dashboard.live_app`` serves it and optuna-dashboard over HTTP,
 ``launch_files`` links configs and logs. ``dashboard.publish`` writes notes and plots for optuna-dashboard.
-``explain.explanation`` explains the winner, ``explain.proposals`` proposes changes and purchases.
+``explain.explanation`` explains the winner.
 
 Imports: runtime, config, trials, cost, pruners, guided, launch, store, study. Called by: tuning, cli.
 """

@@ -1,1 +1,1 @@
-"""Explanation of the result: contributions of settings, predictions, proposals."""
+"""Explanation of the result: contributions of settings, predictions."""

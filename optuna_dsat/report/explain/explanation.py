@@ -1,4 +1,4 @@
-"""Explains why a study's winner beats the baseline (the user's own config), knob by knob, and proposes improvements.
+"""Explains why a study's winner beats the baseline (the user's own config), knob by knob.
 
 A knob's contribution is the winner's metric divided by the metric with the user's value of this knob and the winner's
 values of all others. It is measured if launches of the winner's structure differ in this knob only
@@ -12,8 +12,7 @@ launches that differ by more than their settings, as on a machine that became bu
 All factors multiply to the measured speed-up. A speed-up is not claimed if its factors contradict it (a remainder that
 differs from 1 with 95% certainty, though every knob has a factor).
 
-The winner's bottlenecks are its predicted step time by resource (``StepTimeModel.bounds``). Proposals evaluate the same
-model with a single change (``optuna_dsat.report.explain.proposals``), so they are only as accurate as the model.
+The winner's bottlenecks are its predicted step time by resource (``StepTimeModel.bounds``).
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from optuna_dsat.errors import UsageError
 from optuna_dsat.guided.planner import GuidedPlanner
 from optuna_dsat.metrics import LARGER_IS_BETTER, Z_975, Interval
 from optuna_dsat.report.explain.pairs import Pairs
-from optuna_dsat.report.explain.proposals import Situation, proposals_by_name
 from optuna_dsat.study.confirm.measured import Measured
 from optuna_dsat.study.confirm.rounds import Rounds
 from optuna_dsat.study.confirm.words import how_known
@@ -120,8 +118,6 @@ class Explanation:
     """Relative standard deviation between launches that the intervals assume."""
     is_noise_measured: bool
     """Whether ``noise`` was measured on repeated launches of a configuration; otherwise it is assumed."""
-    proposals: tuple[str, ...]
-    """What to change or buy next, largest gain first."""
 
     @property
     def factors(self) -> tuple[Contribution, ...]:
@@ -207,7 +203,6 @@ def explain(
     total = sum(seconds.values())
     bounds = {name: part / total for name, part in seconds.items()} if total else {}
     reached = utilisation(planner.problem.profile, winner.trial.user_attrs.get(attributes.CONFIG) or {}, winner.metrics)
-    now = Situation(planner=planner, trials=trials, winner=winner.trial, bounds=bounds, utilisation=reached)
     return Explanation(
         metric=planner.problem.metric,
         device=planner.problem.hardware.device,
@@ -229,7 +224,6 @@ def explain(
         utilisation=reached,
         noise=pairs.noise,
         is_noise_measured=pairs.is_noise_measured,
-        proposals=tuple(proposals_by_name(now).values()) if searched else (),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 
 from optuna_dsat.cost.step_time import PHASES
 from optuna_dsat.report.explain.explanation import REMAINDER, TOGETHER, Contribution, Explanation, explained
@@ -14,6 +14,10 @@ from optuna_dsat.words import bytes_in_words, metric_in_words, setting_in_words,
 
 _WORTH_A_ROW = 0.005
 """Minimum effect of a setting, relative to 1, for a separate row."""
+_COMPUTE_BOUND = 0.7
+"""Minimum share of a step at which computation is assumed to be the bottleneck."""
+_IDLE_GPU = 0.3
+"""Share of a GPU's peak FLOPS below which such a step is limited by the model, not by the GPU."""
 
 
 @dataclass(frozen=True)
@@ -37,19 +41,16 @@ class FactorRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Why:
-    """Explanation of the winner, its bottlenecks, and what to change or buy next."""
+    """Explanation of the winner and its bottlenecks."""
 
     rows: tuple[FactorRow, ...]
     """Largest effect first; empty without a baseline."""
     told: tuple[str, ...]
     """Bottlenecks of the winner, and limitations of the numbers."""
-    proposals: tuple[str, ...]
-    prediction: str = ""
-    """Comparison of the winner's step with the prediction from the device's data sheet; empty without a prediction."""
-    phases: tuple[tuple[str, str, str], ...] = ()
+    gap: PredictionGap | None
+    """Comparison with the prediction from the device's data sheet; None without a prediction."""
+    phases: tuple[tuple[str, str, str], ...]
     """Name, measured and predicted time of the parts of both steps."""
-    causes: tuple[str, ...] = ()
-    """Possible causes if the step is slower, likeliest first."""
 
 
 def why_of(view: StudyView) -> Why | None:
@@ -57,15 +58,13 @@ def why_of(view: StudyView) -> Why | None:
     explanation = explained(view)
     if explanation is None:
         return None
-    why = Why(
+    gap = prediction_gap(view)
+    return Why(
         rows=tuple(factor_rows(explanation)),
         told=tuple(told_of(explanation)),
-        proposals=explanation.proposals,
+        gap=gap,
+        phases=() if gap is None else tuple(_phases(gap)),
     )
-    gap = prediction_gap(view)
-    if gap is None:
-        return why
-    return replace(why, prediction=gap.verdict, phases=tuple(_phases(gap)), causes=gap.causes)
 
 
 def _phases(gap: PredictionGap) -> Iterator[tuple[str, str, str]]:
@@ -121,9 +120,22 @@ def told_of(facts: Explanation) -> list[str]:
         parts.append(f"Peak memory, fullest rank: {bytes_in_words(facts.peak_bytes)} of {device} (measured).")
     if facts.utilisation is not None:
         parts.append(f"It reaches {facts.utilisation:.0%} of the GPU's peak FLOPS (measured).")
+    if facts.bounds.get("compute", 0.0) >= _COMPUTE_BOUND:
+        parts.append(_on_computation(facts))
     if facts.contradicted and facts.remainder is not None and facts.remainder.factor is not None:
         parts.append(
             f"A factor of {times_in_words(facts.remainder.factor)} remains that no setting explains, such as a machine "
             "that was busier at one of the two: do not rely on the speed-up before both are measured again."
         )
     return parts
+
+
+def _on_computation(facts: Explanation) -> str:
+    """Return what speeds up a step bound by computation, which no DeepSpeed setting does."""
+    if facts.utilisation is not None and facts.utilisation < _IDLE_GPU:
+        return (
+            "Computation uses little of the GPU: look at the model itself (fused attention, half precision, shapes "
+            "that are multiples of 64, torch.compile)."
+        )
+    remedy = "faster or more processors do, or a GPU" if facts.device == "cpu" else "faster or more GPUs do"
+    return f"No setting of DeepSpeed changes much of computation; {remedy}, and less recomputation where memory allows."
