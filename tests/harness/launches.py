@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from optuna_dsat.launch.agent.run import MachineLaunch, Started
+from optuna_dsat.launch.agent.run import MachineLaunch
 from optuna_dsat.launch.launch import Launch
 from optuna_dsat.launch.machine.devices import cpu_devices
 from optuna_dsat.launch.machine.slots import SlotPool
@@ -86,10 +86,16 @@ def followed(
     pool = SlotPool(cpu_devices(1)) if pool is None else pool
     asked, lease = request(folder, slots=1, **changes), pool.take(1)
     directory = replace(RunDirectory.create(folder, asked.launch_id), leavings=leavings)
-    times: dict[str, Any] = {"started": started, "started_unix": started_unix}
-    begun = Started(agent=agent, preloaded=None, command=(), oom_kills_before=None, **times)
-    processes = MachineLaunch(asked, directory, lease=lease, pool=pool, mark=mark, started=begun)
-    return Launch(request=asked, directory=directory, processes=processes, devices=lease.indices, command=(), **times)
+    processes = MachineLaunch(asked, directory, agent, lease=lease, pool=pool, mark=mark)
+    return Launch(
+        request=asked,
+        directory=directory,
+        processes=processes,
+        devices=lease.indices,
+        command=(),
+        started=started,
+        started_unix=started_unix,
+    )
 
 
 class AheadClock:

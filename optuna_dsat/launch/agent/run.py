@@ -33,43 +33,34 @@ from optuna_dsat.runtime.agent.processes import ProcessKey
 from optuna_dsat.runtime.events import Event, RankStarted, decode_event
 from optuna_dsat.runtime.measure.live import order_next
 
-
-@dataclass(frozen=True, kw_only=True)
-class Started:
-    """The processes of a launch on this machine, just started."""
-
-    agent: AgentHandle
-    preloaded: Preload | None
-    """Imports of the process that they were forked from; None for plain torchrun."""
-    command: tuple[str, ...]
-    """As plain torchrun, without secrets."""
-    started: float
-    """Monotonic time."""
-    started_unix: float
-    oom_kills_before: int | None
-    """The kernel's count of processes killed for want of memory; None if unknown."""
-
-
 _FREE_DEADLINE_S = 60.0
 """Longest time for a GPU's memory to be back after the last process is gone."""
 
 
 class MachineLaunch:
-    """The processes of a launch on this machine (``Processes`` of ``launch/launch.py``)."""
+    """The processes of a launch on this machine (``Processes`` of ``launch/launch.py``), just started.
+
+    ``preloaded`` are the imports of the process that they were forked from; None for plain torchrun. ``oom_kills`` is
+    the kernel's count of processes killed for want of memory before they were started; None if unknown.
+    """
 
     def __init__(
         self,
         request: LaunchRequest,
         directory: RunDirectory,
+        agent: AgentHandle,
         *,
         lease: SlotLease,
         pool: SlotPool,
         mark: str,
-        started: Started,
+        preloaded: Preload | None = None,
+        oom_kills: int | None = None,
     ) -> None:
+        self.started, self.started_unix = time.monotonic(), time.time()
         self.name = request.launch_id
         self.host = socket.gethostname()
-        self.pid = started.agent.pid
+        self.pid = agent.pid
+        self.preloaded = preloaded
         self.code: int | None = None
         self.dead_ranks: set[int] = set()
         self.end: EndFacts | None = None
@@ -80,9 +71,10 @@ class MachineLaunch:
         """Run directory of the trial that the ranks measure."""
         self._lease = lease
         self._pool = pool
-        self.started = started
+        self._agent = agent
+        self._oom_kills = oom_kills
         self._gone_at = 0.0
-        self._tree = ProcessTree(started.agent, mark=mark, leavings=directory.leavings)
+        self._tree = ProcessTree(agent, mark=mark, leavings=directory.leavings)
         self._beside = self._beside_watch(request)
 
     def _beside_watch(self, request: LaunchRequest) -> BesideWatch:
@@ -120,18 +112,17 @@ class MachineLaunch:
         """Start the processes of a launch: by ``forking`` if possible, else by plain torchrun."""
         remove_stale_locks(base_env)
         oom_kills = kernel_oom_kills()
-        agent = None if forking is None else forking.start(prepared)
-        # A fork may have waited for the imports; the launch begins here.
-        started, started_unix = time.monotonic(), time.time()
-        begun = Started(
-            agent=start_torchrun(prepared) if agent is None else agent,
-            preloaded=None if agent is None else agent.preload,
-            command=prepared.shown,
-            started=started,
-            started_unix=started_unix,
-            oom_kills_before=oom_kills,
+        fork = None if forking is None else forking.start(prepared)
+        return cls(
+            request,
+            prepared.directory,
+            fork or start_torchrun(prepared),
+            lease=lease,
+            pool=pool,
+            mark=prepared.mark,
+            preloaded=None if fork is None else fork.preload,
+            oom_kills=oom_kills,
         )
-        return cls(request, prepared.directory, lease=lease, pool=pool, mark=prepared.mark, started=begun)
 
     @property
     def known(self) -> frozenset[ProcessKey]:
@@ -157,7 +148,7 @@ class MachineLaunch:
         """Look at the processes, then read the events: they include the last ones of the dead ranks."""
         self.dead_ranks = self._tree.dead_ranks()
         self._tree.look(now)
-        code = self.started.agent.poll()
+        code = self._agent.poll()
         events = read(now)
         for event in events:
             if isinstance(event, RankStarted):
@@ -196,11 +187,11 @@ class MachineLaunch:
         return self.end is not None
 
     def _end_facts(self) -> EndFacts:
-        before, after = self.started.oom_kills_before, kernel_oom_kills()
+        before, after = self._oom_kills, kernel_oom_kills()
         killed = self.code is None and self.pid in self._tree.killed
         return EndFacts(
             exit_codes=read_exit_codes(self._directory.agent_record, without=self._tree.killed),
-            agent_exit_code=None if killed else self.started.agent.returncode,
+            agent_exit_code=None if killed else self._agent.returncode,
             oom_kills=None if before is None or after is None else after - before,
             shared_memory_free=free_shared_bytes(),
         )
@@ -329,7 +320,7 @@ class NodeLaunch:
         return news
 
     def _start(self) -> None:
-        self.processes = MachineLaunch.start(
+        begun = self.processes = MachineLaunch.start(
             self._request,
             self._prepared,
             lease=self._lease,
@@ -337,9 +328,8 @@ class NodeLaunch:
             base_env=self._base_env,
             forking=self._machine.forking if self._warm else None,
         )
-        begun = self.processes.started
-        shown, forked = list(begun.command), begun.preloaded is not None
-        self._say("started", pid=begun.agent.pid, forked=forked, command=shown, time=begun.started_unix)
+        shown, forked = list(self._prepared.shown), begun.preloaded is not None
+        self._say("started", pid=begun.pid, forked=forked, command=shown, time=begun.started_unix)
 
     def _follow(self, processes: MachineLaunch, now: float) -> None:
         was_ending = processes.is_ending

@@ -121,17 +121,16 @@ class Here:
             base_env=self._base_env,
             forking=self._forking if waiting.repeats is None else None,
         )
-        begun = processes.started
         self._launches[request.launch_id] = processes
         return Launch(
             request=request,
             directory=directory,
             processes=processes,
             devices=lease.indices,
-            command=begun.command,
-            started=begun.started,
-            started_unix=begun.started_unix,
-            preloaded=begun.preloaded,
+            command=prepared.shown,
+            started=processes.started,
+            started_unix=processes.started_unix,
+            preloaded=processes.preloaded,
             repeats=waiting.repeats,
         )
 
