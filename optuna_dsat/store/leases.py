@@ -17,13 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import optuna
 from sqlalchemy import ColumnElement, Connection, Float, Select, cast, delete, func, literal_column, select, update
 from sqlalchemy.orm import Session
 
 from optuna_dsat.runtime.process_identity import process_space, start_ticks
 from optuna_dsat.store.database import Database
-from optuna_dsat.store.registry import STUDY_UUID
 from optuna_dsat.store.retry import one_line_reason
 from optuna_dsat.store.tables import ClaimRow, HeartbeatRow, insert_or_update
 
@@ -118,12 +116,11 @@ class Heartbeat:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def add(self, trial: optuna.Trial) -> None:
-        """Start the heartbeat of a trial; the first heartbeat is stored before this returns."""
-        self.add_number(str(trial.study.user_attrs[STUDY_UUID]), trial.number)
+    def add(self, study_uuid: str, number: int) -> None:
+        """Start the heartbeat of a trial, or of another task of a study, which has a negative number.
 
-    def add_number(self, study_uuid: str, number: int) -> None:
-        """Start the heartbeat of a trial, or of another task of a study, which has a negative number."""
+        The first heartbeat is stored before this returns.
+        """
         key = (study_uuid, number)
 
         def work(session: Session) -> None:
@@ -145,26 +142,19 @@ class Heartbeat:
                 self._thread = threading.Thread(target=self._run, name="dsat-heartbeat", daemon=True)
                 self._thread.start()
 
-    def remove(self, trial: optuna.Trial) -> None:
-        """Stop and delete the heartbeat of a trial, after ``study.tell``."""
-        self.remove_number(str(trial.study.user_attrs[STUDY_UUID]), trial.number)
-
-    def remove_number(self, study_uuid: str, number: int, *, limit_s: float | None = None) -> None:
-        """Stop and delete a heartbeat that ``add_number`` started; keep it if another worker has taken it over."""
+    def remove(self, study_uuid: str, number: int, *, limit_s: float | None = None) -> None:
+        """Stop and delete a heartbeat (of a trial, after ``study.tell``) unless another worker has taken it over."""
         key = (study_uuid, number)
         with self._guard:
             self._trials.discard(key)
         self._database.run(lambda session: delete_beat(session, *key, worker=self._worker), limit_s=limit_s)
 
-    def is_lost(self, trial: optuna.Trial) -> bool:
-        """Return whether another worker considered this worker dead, as after a suspension, and requeued the trial.
-
-        The launch's result must then be discarded: a copy of the trial runs elsewhere.
-        """
-        return not self.is_own(str(trial.study.user_attrs[STUDY_UUID]), trial.number)
-
     def is_own(self, study_uuid: str, number: int) -> bool:
-        """Return whether this worker still owns a trial or another task: its heartbeat is in the database."""
+        """Return whether this worker still owns a trial or another task: its heartbeat is in the database.
+
+        If not, another worker considered this worker dead, as after a suspension, and requeued the trial. The launch's
+        result must then be discarded: a copy of the trial runs elsewhere.
+        """
         item = self._own(study_uuid, number)
         return self._database.run(lambda session: session.scalar(item), read_only=True) is not None
 

@@ -119,7 +119,7 @@ class Reclaimer:
     def acquire_task(self, heartbeat: Heartbeat, number: int) -> bool:
         """Acquire an exclusive task of the study unless a live worker holds it.
 
-        ``heartbeat`` renews the task's heartbeat until ``remove_number`` is called.
+        ``heartbeat`` renews the task's heartbeat until ``remove`` is called.
 
         Returns:
             Whether this process holds the task now.
@@ -133,7 +133,7 @@ class Reclaimer:
             if held and not (tried and heartbeat.is_own(self._uuid, number)):
                 return False
             tried = True
-            heartbeat.add_number(self._uuid, number)
+            heartbeat.add(self._uuid, number)
             return True
 
         return self._database.exclusively("take a turn", work)

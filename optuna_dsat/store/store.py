@@ -159,7 +159,7 @@ class Store(Registry, Measurements):
         """Run brief, idempotent ``work`` under the database's exclusive lock and return its result; never nest it."""
         return self._database.exclusively(purpose, work)
 
-    def finish(self, trial: optuna.Trial, work: Callable[[], None]) -> bool:
+    def finish(self, study_uuid: str, trial: optuna.Trial, work: Callable[[], None]) -> bool:
         """Finish a trial whose launch has ended by ``work`` if this worker still owns it; return whether it does.
 
         ``work`` stores the result and calls ``study.tell``; keep it brief. It runs again if the server released the
@@ -167,7 +167,7 @@ class Store(Registry, Measurements):
         """
 
         def finished() -> bool:
-            if self.heartbeat.is_lost(trial):
+            if not self.heartbeat.is_own(study_uuid, trial.number):
                 return False
             if not self.storage.get_trial(trial._trial_id).state.is_finished():
                 work()
@@ -195,12 +195,12 @@ class Store(Registry, Measurements):
             yield Turn(self._database, self.heartbeat, study_uuid=study_uuid, number=task)
         except StorageError:
             with suppress(StorageError):  # already waited long enough
-                self.heartbeat.remove_number(study_uuid, task, limit_s=0.0)
+                self.heartbeat.remove(study_uuid, task, limit_s=0.0)
             raise
         except BaseException:
-            self.heartbeat.remove_number(study_uuid, task)
+            self.heartbeat.remove(study_uuid, task)
             raise
-        self.heartbeat.remove_number(study_uuid, task)
+        self.heartbeat.remove(study_uuid, task)
 
     def reclaim_stale(self, study: optuna.Study) -> tuple[int, ...]:
         """Fail the trials whose worker died and enqueue a copy of each; return the numbers of the failed trials."""
@@ -213,7 +213,7 @@ class Store(Registry, Measurements):
             Whether the trial was still running.
         """
         returned = self._reclaimer(study).requeue(study, trial.number, reason=reason)
-        self.heartbeat.remove(trial)
+        self.heartbeat.remove(str(study.user_attrs[STUDY_UUID]), trial.number)
         return returned
 
     def _reclaimer(self, study: optuna.Study) -> Reclaimer:

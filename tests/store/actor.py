@@ -44,7 +44,7 @@ def claims(url: str, count: int, keys: int) -> object:
             if key in {trial.user_attrs.get("key") for trial in study.get_trials(deepcopy=False)}:
                 continue
             trial = study.ask()
-            store.heartbeat.add(trial)
+            store.heartbeat.add(study_uuid, trial.number)
             if store.claim(study_uuid, key, trial.number):
                 trial.set_user_attr("key", key)
                 trial.report(1.0, 1)
@@ -52,7 +52,7 @@ def claims(url: str, count: int, keys: int) -> object:
                 won.append(key)
             else:
                 study.tell(trial, state=optuna.trial.TrialState.PRUNED)
-            store.heartbeat.remove(trial)
+            store.heartbeat.remove(study_uuid, trial.number)
     return won
 
 
@@ -61,7 +61,7 @@ def holds(url: str) -> object:
     with Store.open(url) as store:
         study_uuid, study = open_study(store)
         trial = study.ask()
-        store.heartbeat.add(trial)
+        store.heartbeat.add(study_uuid, trial.number)
         micro_batch = trial.suggest_int("train_micro_batch_size_per_gpu", 1, 64)
         store.claim(study_uuid, f"mbs-{micro_batch}", trial.number)
         trial.set_user_attr(attributes.LAUNCH_ID, "trial-0000")

@@ -92,7 +92,7 @@ def test_rows_of_a_study_deleted_with_optuna_are_collected_by_who_makes_studies_
         record = store.create_study("gone", SPEC)
         fill(store, record.uuid)
         study = optuna.load_study(study_name="gone", storage=store.storage)
-        store.heartbeat.add(study.ask())
+        store.heartbeat.add(record.uuid, study.ask().number)
     storage = optuna.storages.RDBStorage(ready_url)
     optuna.delete_study(study_name="gone", storage=storage)
     storage.remove_session()

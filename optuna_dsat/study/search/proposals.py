@@ -75,7 +75,8 @@ class Proposals:
                     return None
                 self.in_hand = self._study.ask()
                 asked.append(self.in_hand)
-            self._store.heartbeat.add(asked[0])  # under the lock: a running trial without a sign of life is nobody's
+            # Under the lock: a running trial without a sign of life is nobody's.
+            self._store.heartbeat.add(self._context.study_uuid, asked[0].number)
             return asked[0]
 
         with uninterrupted():
@@ -209,7 +210,7 @@ class Proposals:
         self._refused += 1
         trial.set_user_attr(attributes.VETOED, reason)
         self._study.tell(trial, state=TrialState.PRUNED, skip_if_finished=True)
-        self._store.heartbeat.remove(trial)
+        self._store.heartbeat.remove(self._context.study_uuid, trial.number)
 
 
 def _reason(trial: FrozenTrial) -> str:

@@ -126,10 +126,10 @@ class TrialRecorder:
             state = _STATES.get(report.outcome, TrialState.FAIL)
             self._study.tell(trial, value, state=state, skip_if_finished=True)
 
-        if not self._store.finish(trial, finish):
+        if not self._store.finish(self._context.study_uuid, trial, finish):
             self.drop(trial)
             return
-        self._store.heartbeat.remove(trial)
+        self._store.heartbeat.remove(self._context.study_uuid, trial.number)
         self._finished.append(trial)
         self._notify(flight, report, value)
         if value == 0:
@@ -227,7 +227,7 @@ class TrialRecorder:
     def drop(self, trial: optuna.Trial) -> None:
         """Stop tracking a trial that was given to another worker because this worker did not send heartbeats."""
         self._observer(TrialDropped(number=trial.number))
-        self._store.heartbeat.remove(trial)
+        self._store.heartbeat.remove(self._context.study_uuid, trial.number)
 
     def _best_so_far(self, trials: Sequence[FrozenTrial]) -> BestSoFar | None:
         """Return the best measured trial; None if nothing was measured."""

@@ -232,7 +232,7 @@ class Tuner:
             if not (report.afresh or (report.outcome.retryable and flight.attempt < most)):
                 self._recorder.tell(flight, report)
                 return
-            if self._store.heartbeat.is_lost(flight.trial):
+            if not self._store.heartbeat.is_own(self._context.study_uuid, flight.trial.number):
                 self._recorder.drop(flight.trial)
                 return
             self._retried = flight.trial
