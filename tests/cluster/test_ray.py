@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from optuna_dsat.launch.machine.nvml import DeviceError
-from optuna_dsat.launch.places import ray_engine, ray_nodes
+from optuna_dsat.launch.places import ray_engine
 from optuna_dsat.launch.places.engine import ClusterError, PlaceState
 from optuna_dsat.launch.places.ray_engine import ControlWatch, RayEngine
 from optuna_dsat.launch.places.ray_nodes import fitting_nodes, named_nodes
@@ -79,21 +79,6 @@ def test_nodes_are_known_by_every_name_that_a_hostfile_may_have() -> None:
     assert named_nodes(alive, ()) == alive
     with pytest.raises(ClusterError, match=r"called d \(--ray-node\); its nodes: ray-a, ray-b, ray-c"):
         named_nodes(alive, ["a", "d"])
-
-
-def test_nodes_with_which_places_were_lost_are_avoided_while_there_are_others() -> None:
-    def labels(nodes: int, *, names: Sequence[str] = (), without: Sequence[str]) -> list[str] | None:
-        common = {"NodeManagerHostname": "h", "NodeManagerPort": 6000, "Resources": {"CPU": 8.0}}
-        alive = [{"NodeID": f"{item}1", "NodeName": item, "NodeManagerAddress": item, **common} for item in "abc"]
-        result = ray_nodes._labels(alive, nodes=nodes, slots=0, names=names, without=without)
-        return None if result is None else [label for item in result for label in item.values()]
-
-    assert labels(2, without=[]) is None
-    assert labels(2, without=["a1"]) == ["!in(a1)", "!in(a1)"]
-    assert labels(2, without=["a1", "b1"]) is None
-    assert labels(2, names=["b", "a"], without=["a1"]) == ["in(b1)", "in(a1)"]
-    assert labels(1, names=["b", "a"], without=["a1"]) == ["in(b1)"]
-    assert labels(1, names=["b", "a"], without=["a1", "b1"]) == ["in(b1,a1)"]
 
 
 def test_an_agent_has_the_heads_environment_but_for_what_its_node_knows() -> None:

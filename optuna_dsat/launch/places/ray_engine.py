@@ -95,8 +95,6 @@ _CLOSE_S = 12.0
 """Longest wait for the release of allocations at the end."""
 _LEAVE_S = 10.0
 """Longest wait for Ray to disconnect if its control service is gone; it takes five seconds."""
-_GOODBYE_S = 5.0
-"""Longest wait for agents to end in this case."""
 
 
 class RayEngine:
@@ -122,8 +120,6 @@ class RayEngine:
         self._news: deque[News] = deque()
         self._changed = threading.Condition()
         self._asked = 0
-        self._suspects: dict[str, float] = {}
-        """Ray ID of a node with which an allocation was lost -> monotonic time of the loss. Used by the thread only."""
         self._closing = False
         self._thread: threading.Thread | None = None
         self._control: ControlWatch | None = None
@@ -148,14 +144,7 @@ class RayEngine:
         self._connect()
         with self._changed:
             self._asked += 1
-            place = RayPlace(
-                nodes=nodes,
-                slots=slots,
-                number=self._asked,
-                names=self._names,
-                suspects=self._suspects,
-                python=self._python,
-            )
+            place = RayPlace(nodes=nodes, slots=slots, number=self._asked, names=self._names, python=self._python)
             self._places.append(place)
         return place
 
@@ -216,19 +205,6 @@ class RayEngine:
             with self._changed:
                 self._fail(f"Ray cannot be used any more: {cause_of(error)}")
 
-    def _leave_all(self, places: Sequence[RayPlace], why: str) -> None:
-        """Stop all agents through their actors only, and fail."""
-        import ray
-
-        with self._changed:
-            self._failure = why
-        for place in places:
-            place.leave(why)
-        if goodbyes := [reference for place in places for reference in place.references()]:
-            ray.wait(goodbyes, num_returns=len(goodbyes), timeout=_GOODBYE_S)
-        with self._changed:
-            self._fail(why)
-
     def _fail(self, why: str) -> None:
         """Record that Ray can no longer be used. Agents exit because they receive no more pings."""
         self._failure = self._failure or why
@@ -248,9 +224,9 @@ class RayEngine:
             orders, self._orders = self._orders, deque()
             released, self._released = self._released, []
             places, closing = list(self._places), self._closing
-        if self._control is not None and (why := self._control.failure):
-            self._leave_all(places, why)
-            return False
+            if self._control is not None and (why := self._control.failure):
+                self._fail(why)
+                return False
         for place, order, node in orders:
             place.give(order, node=node)
         for place in places if closing else released:

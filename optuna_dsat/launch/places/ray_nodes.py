@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -75,35 +75,24 @@ def refuse_impossible(*, nodes: int, slots: int, names: Sequence[str] = ()) -> N
     )
 
 
-def group_of(*, nodes: int, slots: int, names: Sequence[str] = (), without: Collection[str] = ()) -> Any:
+def group_of(*, nodes: int, slots: int, names: Sequence[str] = ()) -> Any:
     """Request a placement group with a bundle of ``slots`` GPUs per node; return it while pending.
 
     If exactly as many nodes are named as are needed, bundles are assigned to them in order, so that the first named
-    node has the first ranks. Nodes with an ID in ``without`` are avoided if there are enough others: Ray would wait for
-    a frozen node and delay all other requests meanwhile.
+    node has the first ranks.
 
     Raises:
         ClusterError: If a named node does not exist.
     """
     from ray.util import placement_group
 
-    labels = _labels(_alive(), nodes=nodes, slots=slots, names=names, without=without)
+    labels = None
+    if names:
+        ids = [str(node["NodeID"]) for node in named_nodes(_alive(), names)]
+        allowed = ids if len(ids) == nodes else [",".join(ids)] * nodes
+        labels = [{_ID: f"in({item})"} for item in allowed]
     bundle = {"CPU": 1, "GPU": slots} if slots else {"CPU": 1}
     return placement_group([bundle] * nodes, strategy="STRICT_SPREAD", bundle_label_selector=labels)
-
-
-def _labels(
-    alive: Sequence[Mapping[str, Any]], *, nodes: int, slots: int, names: Sequence[str], without: Collection[str]
-) -> list[dict[str, str]] | None:
-    """Return per bundle Ray's label selector of the nodes that may hold it; None for all nodes."""
-    named = named_nodes(alive, names)
-    if names and len(named) == nodes:
-        return [{_ID: f"in({node['NodeID']})"} for node in named]
-    rest = [node for node in named if node["NodeID"] not in without]
-    avoids = len(rest) < len(named) and fitting_nodes([node["Resources"] for node in rest], slots=slots) >= nodes
-    if names:
-        return [{_ID: f"in({','.join(str(node['NodeID']) for node in (rest if avoids else named))})"}] * nodes
-    return [{_ID: f"!in({','.join(without)})"}] * nodes if avoids else None
 
 
 def _alive() -> list[Mapping[str, Any]]:

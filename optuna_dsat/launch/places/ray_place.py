@@ -164,9 +164,6 @@ _BEGIN_S = 120.0
 """Longest wait for an agent's first message; its node may have to import torch from a slow disk."""
 _GOODBYE_S = 8.0
 """Longest wait for agents to end before their actors are killed."""
-_AVOIDED_S = 120.0
-"""Time for which a node is avoided, if there are others, after an allocation was lost with it: Ray itself needs about a
-minute to notice a stopped node."""
 _ASK_S = 1.0
 """Interval between queries for the queue reason."""
 
@@ -204,8 +201,6 @@ class _Phase(Enum):
 class _Node:
     """A node of an allocation."""
 
-    id: str
-    """Its node ID in Ray; empty if unknown."""
     name: str
     actor: Any
     asked: Any
@@ -228,13 +223,11 @@ class RayPlace:
         slots: int,
         number: int,
         names: Sequence[str],
-        suspects: dict[str, float],
         python: str | None,
     ) -> None:
         self._slots = slots
         self._python = python
         self._names = names
-        self._suspects = suspects
         self._count = nodes
         self._number = number
         self._group: Any = None
@@ -307,9 +300,8 @@ class RayPlace:
         from ray.util import placement_group_table
 
         if self._group is None:
-            without = [item for item, since in self._suspects.items() if now - since < _AVOIDED_S]
             try:
-                self._group = group_of(nodes=self._count, slots=self._slots, names=self._names, without=without)
+                self._group = group_of(nodes=self._count, slots=self._slots, names=self._names)
             except ClusterError as error:
                 return self.leave(str(error).rstrip("."))
             self._granted = self._group.ready()
@@ -334,8 +326,7 @@ class RayPlace:
             words = ["-P", "-m", "optuna_dsat.launch.places.node_agent", str(index), name]
             environ = agent_environment(os.environ)
             asked = actor.start.remote(words, environ, str(Path.cwd()), python=self._python)
-            node_id = str(where[index].get("NodeID", ""))
-            self._nodes.append(_Node(id=node_id, name=name, actor=actor, asked=asked, heard_at=now))
+            self._nodes.append(_Node(name=name, actor=actor, asked=asked, heard_at=now))
         self.why = "its agents start"
         self._phase = _Phase.TALKING
 
@@ -351,7 +342,7 @@ class RayPlace:
                 return
             silent_s = now - node.heard_at
             if silent_s > (LOST_S if node.spoke else _BEGIN_S):
-                return self._lose(node, f"{node.name} said nothing for {silent_s:.0f} s")
+                return self.leave(f"{node.name} said nothing for {silent_s:.0f} s")
         if self.state is PlaceState.QUEUED and all(node.spoke for node in self._nodes):
             self.state, self.why = PlaceState.READY, ""
         return None
@@ -364,8 +355,7 @@ class RayPlace:
             answer = ray.get(node.asked)
         except ray.exceptions.RayError as error:
             gone = node.spoke and isinstance(error, ray.exceptions.RayActorError)
-            why = f"Ray's actor on {node.name} is gone" if gone else f"{node.name}: {cause_of(error)}"
-            return self._lose(node, why)
+            return self.leave(f"Ray's actor on {node.name} is gone" if gone else f"{node.name}: {cause_of(error)}")
         text, ended = answer or (b"", None)
         arrived = time.time()
         if text:
@@ -373,15 +363,10 @@ class RayPlace:
         for _, message in node.joiner.feed(text):
             yield News(place=self, node=index, message=message, time=arrived)
         if ended is not None and not text:
-            return self._lose(node, f"the agent on {node.name} ended with {ended}")
+            return self.leave(f"the agent on {node.name} ended with {ended}")
         orders, node.orders = b"".join(node.orders), []
         node.asked = node.actor.exchange.remote(orders, _WAIT_S)
         return None
-
-    def _lose(self, node: _Node, why: str) -> None:
-        """Mark the allocation as lost because of a node, which new allocations avoid for a while."""
-        self._suspects[node.id] = time.monotonic()
-        self.leave(why)
 
     def _remove(self) -> None:
         """Kill the remaining actors and release the nodes."""
