@@ -23,7 +23,6 @@ from optuna_dsat.report.facts import (
     training_times,
     tuned,
 )
-from optuna_dsat.report.figures import ComparedStudy
 from optuna_dsat.report.launch_files import Links
 from optuna_dsat.report.page import figure_section, render
 from optuna_dsat.report.template import page_text
@@ -108,19 +107,19 @@ class Row:
 def render_comparison(views: Sequence[StudyView], *, training: Training | None = None) -> str:
     """Return several studies side by side as HTML."""
     names = _names(views)
-    shown = [_figures_of(name, view) for name, view in zip(names, views, strict=True)]
+    own = [_rate(view.baseline) for view in views]
     sections = [
         figure_section(
             id="results",
             heading="Speed",
             lead="Samples per second over all devices.",
-            figure=figures.comparison_figure(shown),
+            figure=figures.comparison_figure(names, best=[_rate(view.best) for view in views], own=own),
         ),
         figure_section(
             id="course",
             heading="Progress",
             lead="The best of the search so far, over the time since each study's first launch.",
-            figure=figures.course_figure(shown),
+            figure=figures.course_figure(names, [list(_course(view)) for view in views]),
         ),
     ]
     sections = [section for section in sections if section.figure is not None]
@@ -153,7 +152,12 @@ def _own_rates(views: Sequence[StudyView]) -> list[float]:
     """Return the measured speeds of the users' configs; empty if numbers of devices differ."""
     if len({view.spec.slots_per_trial for view in views}) > 1:
         return []
-    return [rate for view in views if view.baseline is not None and (rate := view.baseline.samples_per_s)]
+    return [rate for view in views if (rate := _rate(view.baseline))]
+
+
+def _rate(config: Measured | None) -> float | None:
+    """Return a configuration's samples/s; None for none, or one that was not measured."""
+    return None if config is None else config.samples_per_s
 
 
 def _names(views: Sequence[StudyView]) -> list[str]:
@@ -163,15 +167,6 @@ def _names(views: Sequence[StudyView]) -> list[str]:
         name if names.count(name) == 1 else f"{name} ({view.storage_url})"
         for name, view in zip(names, views, strict=True)
     ]
-
-
-def _figures_of(name: str, view: StudyView) -> ComparedStudy:
-    return ComparedStudy(
-        name=name,
-        best=None if view.best is None else view.best.samples_per_s,
-        own=None if view.baseline is None else view.baseline.samples_per_s,
-        course=tuple(_course(view)),
-    )
 
 
 def _is_sweep(views: Sequence[StudyView]) -> bool:
@@ -205,7 +200,7 @@ def _course(view: StudyView) -> Iterator[tuple[float, float]]:
 
 def rows_of(views: Sequence[StudyView], *, training: Training | None = None) -> list[Row]:
     """Return the facts of the studies' results, except facts unknown for all; speeds also relative to the first's."""
-    rates = [None if view.best is None else view.best.samples_per_s for view in views]
+    rates = [_rate(view.best) for view in views]
     ratios = [speed_up(rate, rates[0], maximize=True) for rate in rates]
     if not any(ratios[1:]):
         ratios = [None] * len(views)
@@ -223,7 +218,7 @@ def rows_of(views: Sequence[StudyView], *, training: Training | None = None) -> 
 def _result(view: StudyView, training: Training, *, ratio: float | None, share: str, each: str) -> dict[str, str]:
     """Return the facts of a study's result; unknown facts are empty."""
     best = view.best
-    rate = None if best is None else best.samples_per_s
+    rate, own = _rate(best), _rate(view.baseline)
     tokens = None if best is None else best.metrics.get("tokens_per_s")
     step_s = None if best is None else best.step_s
     utilisation = None if best is None else view.utilisation(best)
@@ -239,9 +234,7 @@ def _result(view: StudyView, training: Training, *, ratio: float | None, share: 
         "global batch": "" if best is None else str(best.train_batch_size),
         "peak memory": bytes_in_words(best.peak_bytes) if best is not None and best.peak_bytes else "",
         "MFU": "" if utilisation is None else f"{utilisation:.1%}",
-        "your config": ""
-        if view.baseline is None or not view.baseline.samples_per_s
-        else metric_in_words("throughput", view.baseline.samples_per_s),
+        "your config": metric_in_words("throughput", own) if own else "",
         "speed-up over it": _speed_up_words(best),
         "how it is known": "" if view.verdict is None else how_known(view.verdict),
         epochs: _training_words(view, training),
@@ -269,7 +262,7 @@ def _speed_up_words(best: Measured | None) -> str:
 def _efficiencies(views: Sequence[StudyView]) -> list[str]:
     """Return the share of linear scaling at each study's number of devices; empty if nothing was measured."""
     ordered = sorted(views, key=lambda view: view.spec.slots_per_trial)
-    rates = [None if view.best is None else view.best.samples_per_s for view in ordered]
+    rates = [_rate(view.best) for view in ordered]
     counts = [view.spec.slots_per_trial for view in ordered]
     each = [None if rate is None else rate / count for rate, count in zip(rates, counts, strict=True)]
     shares = dict(zip(counts, shares_of_linear(each), strict=True))

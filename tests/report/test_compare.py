@@ -13,7 +13,7 @@ import pytest
 from optuna_dsat.errors import NothingRunnableError
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.dashboard.notes import study_note
-from optuna_dsat.report.figures import ComparedStudy, comparison_figure
+from optuna_dsat.report.figures import comparison_figure
 from optuna_dsat.report.page import render
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.report.write import _course, caveat, render_comparison, rows_of, setting_rows
@@ -160,8 +160,7 @@ def test_a_rate_is_reached_at_the_end_of_the_attempt_that_measured_it(two: Repor
 
 def test_long_names_leave_room_for_bars_and_what_was_not_measured_says_so() -> None:
     name = "<b>llama" + "-with-a-long-name" * 12 + "x" * 90
-    first = ComparedStudy(name=name, best=3.0, own=None, course=((1.0, 3.0),))
-    figure = comparison_figure([first, ComparedStudy(name="new", best=None, own=None, course=())])
+    figure = comparison_figure([name, "new"], best=[3.0, None], own=[None, None])
     lines = figure.layout.yaxis.ticktext[0].split("<br>")
     assert len(lines) == 4
     assert all(len(html.unescape(line)) <= 22 for line in lines)

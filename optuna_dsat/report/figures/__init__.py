@@ -15,7 +15,7 @@ without data contains a sentence with the reason, which ``missing`` returns. Val
 readable JSON for any version of plotly.js. No page colour is set, so figures suit light and dark pages.
 """
 
-from optuna_dsat.report.figures._comparison import ComparedStudy, comparison_figure, course_figure
+from optuna_dsat.report.figures._comparison import comparison_figure, course_figure
 from optuna_dsat.report.figures._finalists import plot_finalists
 from optuna_dsat.report.figures._memory import PREDICTED_AS_MEASURED, plot_memory
 from optuna_dsat.report.figures._metric import BEST, CONFIRMED, EDGE, USER, metric_figure, plot_metric
@@ -30,7 +30,6 @@ __all__ = [
     "INK",
     "PREDICTED_AS_MEASURED",
     "USER",
-    "ComparedStudy",
     "History",
     "Measure",
     "comparison_figure",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from optuna_dsat.escape.html import figure_text
@@ -21,79 +20,66 @@ _FAR_APART = 30.0
 """Minimum ratio of two results at which the smaller would be invisible on a common axis from 0."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ComparedStudy:
-    """Data of a study for the figures."""
-
-    name: str
-    best: float | None
-    """Samples/s of the result; None if nothing was measured."""
-    own: float | None
-    """Samples/s of the user's own config; None if it was not measured."""
-    course: tuple[tuple[float, float], ...]
-    """(Seconds since the first launch, best samples/s so far) at each improvement and at the last launch."""
-
-
-def comparison_figure(studies: Sequence[ComparedStudy]) -> go.Figure:
-    """Return the samples/s of each study's result and of the user's own config."""
+def comparison_figure(names: Sequence[str], *, best: Sequence[float | None], own: Sequence[float | None]) -> go.Figure:
+    """Return the samples/s of each study's result and of the user's own config; None where it was not measured."""
     title, x = "Results side by side", Measure(_RATE).title
-    if not any(study.best for study in studies):
+    if not any(best):
         return empty_figure("Nothing was measured in any of these studies.", title=title, x=x)
-    rows = list(range(len(studies)))
+    rows = list(range(len(names)))
     figure = new_figure()
-    for name, colour, values in (
-        ("your config", NEUTRAL, [study.own for study in studies]),
-        ("the result", "#0072B2", [study.best for study in studies]),
-    ):
+    for what, colour, values in (("your config", NEUTRAL, own), ("the result", "#0072B2", best)):
         figure.add_bar(
             x=[value or 0.0 for value in values],
             y=rows,
             orientation="h",
-            name=name,
+            name=what,
             marker={"color": colour},
             text=[metric_in_words(_RATE, value) if value else "not measured" for value in values],
             textposition="auto",
             textangle=0,
             hovertext=[
-                f"{figure_text(study.name)}, {name}: {metric_in_words(_RATE, value) if value else 'not measured'}"
-                for study, value in zip(studies, values, strict=True)
+                f"{figure_text(name)}, {what}: {metric_in_words(_RATE, value) if value else 'not measured'}"
+                for name, value in zip(names, values, strict=True)
             ],
             hoverinfo="text",
         )
-    lay_out(figure, title=title, x=x, y="", barmode="group", height=150 + 70 * len(studies))
+    lay_out(figure, title=title, x=x, y="", barmode="group", height=150 + 70 * len(names))
     figure.update_xaxes(rangemode="tozero")
     figure.update_yaxes(
         tickvals=rows,
-        ticktext=[wrapped(study.name, most_lines=_MOST_LINES) for study in studies],
-        range=[len(studies) - 0.5, -0.5],
+        ticktext=[wrapped(name, most_lines=_MOST_LINES) for name in names],
+        range=[len(names) - 0.5, -0.5],
     )
     return figure
 
 
-def course_figure(studies: Sequence[ComparedStudy]) -> go.Figure:
-    """Return the best samples/s so far of each study over the time of its search."""
+def course_figure(studies: Sequence[str], courses: Sequence[Sequence[tuple[float, float]]]) -> go.Figure:
+    """Return the best samples/s so far of each study over the time of its search.
+
+    A course has (seconds since the first launch, best samples/s so far) at each improvement and at the last launch.
+    """
     title, x, y = "Best so far over the time of the search", "minutes since the first launch", Measure(_RATE).title
-    if not any(item.course for item in studies):
+    if not any(courses):
         return empty_figure("Nothing was measured in any of these studies.", title=title, x=x, y=y)
-    names = [f"{place}: {item.name}" for place, item in enumerate(studies, start=1)]
+    names = [f"{place}: {name}" for place, name in enumerate(studies, start=1)]
     palette, figure = Palette(names), new_figure()
-    for name, study in zip(names, studies, strict=True):
-        if study.course:
+    for name, course in zip(names, courses, strict=True):
+        if course:
             figure.add_scatter(
-                x=[seconds / 60 for seconds, _ in study.course],
-                y=[value for _, value in study.course],
+                x=[seconds / 60 for seconds, _ in course],
+                y=[value for _, value in course],
                 mode="lines+markers",
                 name=figure_text(name),
                 line={"color": palette[name], "shape": "hv", "width": 1.5},
                 marker={"symbol": palette.symbol(name), "size": 7},
                 hovertext=[
                     f"{figure_text(name)}<br>{metric_in_words(_RATE, value)} after {duration_in_words(seconds)}"
-                    for seconds, value in study.course
+                    for seconds, value in course
                 ],
                 hoverinfo="text",
             )
     lay_out(figure, title=title, x=x, y=y, showlegend=True)
-    ends = [item.course[-1][1] for item in studies if item.course]
+    ends = [course[-1][1] for course in courses if course]
     if max(ends) > _FAR_APART * min(ends):
         figure.update_yaxes(type="log")
     else:
