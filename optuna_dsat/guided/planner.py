@@ -112,17 +112,19 @@ class GuidedPlanner:
         self.min_gain = min_gain
         self._cached: tuple[Hashable, Candidate | None] | None = None
         """Key and result of the last call: a tuner first asks whether a candidate exists, then for the candidate."""
-        self._latest: tuple[Sequence[FrozenTrial], Posterior, Observations] | None = None
-        self._last_posterior: tuple[Hashable, Posterior] | None = None
-        """Key and posterior of the last observations."""
+        self._latest: tuple[Sequence[FrozenTrial], Hashable, Posterior, Observations] | None = None
+        """The last trials, which a decision asks for several times; the key of their observations, which are equal from
+        the end of a trial to the end of another; the posterior and the observations.
+        """
 
     def next(self, trials: Sequence[FrozenTrial], fixed: Mapping[str, Any] = MappingProxyType({})) -> Candidate | None:
         """Return the configuration to launch next, None if the search is over."""
-        observations, samples = self._observed(trials)
+        posterior, observations = self._searched(trials)
         avoided = structure_failures(trials).avoided
-        key = (observations.digest(), samples, lineage_key(fixed, micro_batch=""), repr(avoided))
+        key = (posterior, lineage_key(fixed, micro_batch=""), repr(avoided))
         if self._cached is None or self._cached[0] != key:
-            self._cached = key, self._choose(observations, samples, self._open_rows(observations, fixed, avoided))
+            open_rows = self._open_rows(observations, fixed, avoided)
+            self._cached = key, self._choose(posterior, open_rows, climbs=observations.climbs)
         return self._cached[1]
 
     def draw(
@@ -164,18 +166,17 @@ class GuidedPlanner:
         return None if row is None else self._searched(trials)[0].largest_worth(row)
 
     def _searched(self, trials: Sequence[FrozenTrial]) -> tuple[Posterior, Observations]:
-        """Return the posterior of the last trials asked for, which are asked for several times by a decision."""
+        """Return the posterior of a search within the bounds of its dataset, and the observations of its trials."""
         if self._latest is None or self._latest[0] is not trials:
-            observations, samples = self._observed(trials)
-            self._latest = trials, self._given(observations, samples), observations
-        return self._latest[1:]
-
-    def _given(self, observations: Observations, samples: int | None) -> Posterior:
-        """Return the posterior given observations, which are equal from the end of a trial to the end of another."""
-        key = observations.digest(), samples
-        if self._last_posterior is None or self._last_posterior[0] != key:
-            self._last_posterior = key, Posterior(self.problem, observations, samples_limit=samples)
-        return self._last_posterior[1]
+            observations = self.problem.table.observations_of_trials(trials)
+            samples = attributes.data_limit([trial for trial in trials if trial.state.is_finished()])
+            key = observations.digest(), samples
+            if self._latest is not None and self._latest[1] == key:
+                posterior = self._latest[2]
+            else:
+                posterior = Posterior(self.problem, observations, samples_limit=samples)
+            self._latest = trials, key, posterior, observations
+        return self._latest[2:]
 
     def fitted_coefficients(self, trials: Sequence[FrozenTrial]) -> LogCoefficients:
         """Return the coefficients of the step-time model fitted to these trials."""
@@ -270,8 +271,7 @@ class GuidedPlanner:
         observations = self.problem.table.observations_of_trials(trials)
         return Posterior(self.problem, observations, samples_limit=None, formula_error=formula_error)
 
-    def _choose(self, observations: Observations, samples: int | None, open_rows: Numbers) -> Candidate | None:
-        posterior = self._given(observations, samples)
+    def _choose(self, posterior: Posterior, open_rows: Numbers, *, climbs: bool) -> Candidate | None:
         rows, sizes, acquisition = self._evaluated(posterior, open_rows)
         if not len(rows):
             return None
@@ -286,7 +286,7 @@ class GuidedPlanner:
                 return None
         else:
             chosen = first_launched(self.problem.table, posterior, rows, sizes, acquisition)
-        best = start_of_climb(rows, sizes, acquisition, chosen) if observations.climbs else chosen
+        best = start_of_climb(rows, sizes, acquisition, chosen) if climbs else chosen
         row = int(rows[best])
         return Candidate(
             params=self.problem.table.lineages[row],
@@ -338,8 +338,7 @@ class GuidedPlanner:
         It is the posterior's 90% quantile given these trials, plus ``_UNRESOLVED`` standard deviations between
         launches: the posterior is too sure of differences below the noise. Infinite before a metric was measured.
         """
-        observations, samples = self._observed(trials)
-        posterior = self._given(observations, samples)
+        posterior, observations = self._searched(trials)
         open_rows = self._open_rows(observations, {}, structure_failures(trials).avoided)
         rows, sizes, _ = self._evaluated(posterior, open_rows)
         if not len(rows):
@@ -348,11 +347,6 @@ class GuidedPlanner:
         if prospects is None:
             return math.inf
         return math.expm1(prospects.remaining() + _UNRESOLVED * math.sqrt(prospects.noise_variance))
-
-    def _observed(self, trials: Sequence[FrozenTrial]) -> tuple[Observations, int | None]:
-        """Return the observations of trials, and the samples per rank and step allowed by the size of the dataset."""
-        finished = [trial for trial in trials if trial.state.is_finished()]
-        return self.problem.table.observations_of_trials(trials), attributes.data_limit(finished)
 
     @staticmethod
     def _evaluated(posterior: Posterior, rows: Numbers) -> tuple[Numbers, Numbers, Acquisition]:
