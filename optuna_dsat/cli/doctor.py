@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,13 +20,6 @@ if TYPE_CHECKING:
     from optuna_dsat.doctor.finding import Finding
 
 
-class _Cluster(StrEnum):
-    """Clusters whose nodes can be examined."""
-
-    SLURM = "slurm"
-    RAY = "ray"
-
-
 _MARKS = {
     "fine": ("ok", "green"),
     "note": ("note", "cyan"),
@@ -41,8 +33,8 @@ def doctor(
     script: Annotated[
         Path | None,
         typer.Argument(
-            help="Your script, or its command: nodes should have it as this machine does. With a config, the host "
-            "memory to load its model, of steps and to save it is predicted, from a launch unless it was profiled.",
+            help="Your script, or its command. With a config, the host memory to load its model, of steps and to save "
+            "it is predicted, from a launch unless it was profiled.",
             metavar="[SCRIPT]",
             show_default=False,
         ),
@@ -71,16 +63,9 @@ def doctor(
         str | None,
         option("--python", help="Python of your script; without it the one that a search would choose."),
     ] = None,
-    on: Annotated[
-        _Cluster | None, option("--on", help="Look at nodes of this cluster, too, holding them for a moment.")
-    ] = None,
-    nodes_per_trial: Annotated[int, typer.Option("--nodes-per-trial", help="Nodes to look at, with --on.")] = 1,
     gpus_per_node: Annotated[
-        int | None, option("--gpus-per-node", help="GPUs that each should have; none: the CPU.")
+        int | None, option("--gpus-per-node", help="GPUs of a launch whose host memory is predicted.")
     ] = None,
-    slurm_arg: Annotated[list[str] | None, option("--slurm-arg", help="Option for srun (repeatable).")] = None,
-    ray_address: Annotated[str | None, option("--ray-address", help="Address of the Ray cluster.")] = None,
-    ray_node: Annotated[list[str] | None, option("--ray-node", help="Node of it to look at (repeatable).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check whether this machine can run a search, and what limits it; exit with 3 if no launch can run."""
@@ -93,17 +78,6 @@ def doctor(
     if script is not None:
         find_target(TuneOptions(script, ds_config, module=module), python=python)
     findings = examine(output_dir=output_dir, storage=storage, nvme_path=nvme_path, python=python)
-    if on is not None:
-        from optuna_dsat.doctor.examination import examine_cluster
-        from optuna_dsat.launch.agent.agent import digest_of
-        from optuna_dsat.launch.places.place import Layout
-        from optuna_dsat.tuning.cluster import engine_of
-
-        files = [Path.cwd(), *([] if script is None or module else [Path.cwd() / script])]
-        kind, gpus = ("cuda", gpus_per_node) if gpus_per_node else ("cpu", 0)
-        layout = Layout(nodes=nodes_per_trial, slots=gpus or 1, kind=kind, gpus=gpus, python=python)
-        engine = engine_of(on.value, slurm_arg=slurm_arg or (), ray_address=ray_address, ray_node=ray_node or ())
-        findings += examine_cluster(engine, layout, files={str(path): digest_of(path) for path in files})
     if script is not None and ds_config is not None and not exit_code(findings):
         options = PlanOptions(
             script=script,
@@ -112,7 +86,7 @@ def doctor(
             module=module,
             output_dir=output_dir,
             python=python,
-            gpus=None if on else gpus_per_node,
+            gpus=gpus_per_node,
         )
         findings.append(_host_memory(options if storage is None else replace(options, storage=storage)))
     if as_json:

@@ -1,12 +1,11 @@
-"""Run all checks of the doctor; the nodes of a cluster are held for a moment."""
+"""Run all checks of the doctor."""
 
 from __future__ import annotations
 
 import os
 import platform
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 
@@ -16,11 +15,8 @@ from optuna_dsat.doctor.machine import device_findings, drive_finding, find_gpus
 from optuna_dsat.errors import DsatError, UsageError
 from optuna_dsat.launch.machine.devices import refuse_build
 from optuna_dsat.launch.machine.nvml import Nvml
-from optuna_dsat.launch.places.engine import Engine
-from optuna_dsat.launch.places.place import HeldPlace, Layout, Stage
 from optuna_dsat.script.interpreter import OLDEST, examined, named_python, script_python
 from optuna_dsat.store import database_exists, display_url
-from optuna_dsat.words import things_in_words
 
 _RETRY_LIMIT_S = 5.0
 """Longest time to retry connecting to the database, in seconds."""
@@ -110,49 +106,3 @@ def examine_storage(url: str) -> Finding:
         return finding_of("database", "storage", text, remedy, data=data, status=Status.FATAL)
     words = "it holds no study yet" if state is migrate.SchemaState.NEW else "its tables are those of this version"
     return finding_of("database", "storage", f"{shown} answers; {words}.", data=data)
-
-
-_ALLOCATION_WAIT_S = 120.0
-"""Longest wait for an allocation."""
-
-
-def examine_cluster(engine: Engine, layout: Layout, *, files: dict[str, str]) -> list[Finding]:
-    """Return findings on the nodes of an allocation, which is released with its engine; ``files``: path -> digest."""
-    try:
-        engine.check(nodes=layout.nodes, slots=layout.gpus)
-        place = HeldPlace(engine, layout, files=files)
-        until = time.monotonic() + _ALLOCATION_WAIT_S
-        while place.stage not in (Stage.USABLE, Stage.LOST) and time.monotonic() < until:
-            for news in engine.news(0.2):
-                if news.place is place.place:
-                    place.note(news)
-            place.advance()
-        return list(_of_nodes(place, layout))
-    except DsatError as error:
-        return [finding_of("cluster", "nodes", str(error), status=Status.FATAL)]
-    finally:
-        engine.close()
-
-
-def _of_nodes(place: HeldPlace, layout: Layout) -> Iterator[Finding]:
-    held = place.place
-    if place.stage is Stage.LOST:
-        text = f"{held.name} was lost: {held.why}."
-        yield finding_of("cluster", "nodes", text, status=Status.FATAL)
-        return
-    if place.stage is not Stage.USABLE:
-        why = f" ({held.why})" if held.why else ""
-        text = f"{held.name} was not granted in {_ALLOCATION_WAIT_S:g} s{why}: its nodes were not looked at."
-        yield finding_of("cluster", "nodes", text, status=Status.PROBLEM)
-        return
-    for name, seen in place.nodes:
-        software = ", ".join(f"{package} {version}" for package, version in seen["versions"].items())
-        kinds = dict.fromkeys(seen["devices"])
-        ranks = things_in_words(layout.slots, "CPU rank")
-        what = f"{len(seen['devices'])} x {', '.join(kinds)}" if layout.kind == "cuda" else ranks
-        text = f"{name}: {what}; {software}."
-        yield finding_of(
-            "cluster", name, text, data={"versions": dict(seen["versions"]), "devices": list(seen["devices"])}
-        )
-    meeting = f"Nodes meet at {place.address}." if layout.nodes > 1 else "A launch stays on one node."
-    yield finding_of("cluster", "network", meeting, data={"address": place.address})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import closing
 from pathlib import Path
 
@@ -97,28 +97,11 @@ def _needed_files(spec: StudySpec) -> dict[str, str]:
 
 
 def _engine(spec: StudySpec) -> Engine:
-    return engine_of(
-        spec.on,
-        slurm_arg=spec.slurm_arg or (),
-        ray_address=spec.ray_address,
-        ray_node=spec.ray_node or (),
-        agent_python=spec.agent_python,
-    )
-
-
-def engine_of(
-    on: str,
-    *,
-    slurm_arg: Sequence[str],
-    ray_address: str | None,
-    ray_node: Sequence[str],
-    agent_python: str | None = None,
-) -> Engine:
     """Return the engine that allocates nodes in a cluster."""
-    if on == "slurm":
+    if spec.on == "slurm":
         from optuna_dsat.launch.places.slurm import SlurmEngine
 
-        return SlurmEngine(slurm_arg, python=agent_python)
+        return SlurmEngine(spec.slurm_arg or (), python=spec.agent_python)
     from optuna_dsat.launch.places.ray_engine import RayEngine
 
-    return RayEngine(ray_address, names=ray_node, python=agent_python)
+    return RayEngine(spec.ray_address, names=spec.ray_node or (), python=spec.agent_python)

@@ -79,7 +79,7 @@ class FakeEngine:
         do = order["do"]
         if do == "look":
             doors = [["10.0.0.1", 5], ["192.168.0.1", 6]] if order["listen"] else []
-            base = {"news": "seen", "why": "", "versions": {"torch": "2.13"}, "devices": [], "doors": doors}
+            base = {"news": "seen", "why": "", "versions": {"torch": "2.13"}, "doors": doors}
             base["interfaces"] = [["ib0", "192.168.0.1"]]
             self.say(place, node, {**base, **self.seen.get(node, {})})
         elif do == "reach":

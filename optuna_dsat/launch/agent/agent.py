@@ -222,13 +222,12 @@ class NodeAgent:
     def _look(self, order: Mapping[str, Any]) -> None:
         """Check devices and files; ``why`` in the message describes missing items."""
         files = {path: digest for path, digest in order["files"].items() if digest_of(Path(path)) != digest}
-        why, devices, libraries = "", None, dict[str, str]()
+        why, libraries = "", dict[str, str]()
         self._python = order["python"] or sys.executable
         try:
             libraries = usable(self._python).all_versions
             LeftoverWatch(self._environ, on_notice=self._notice).begin()
-            devices = self._devices(order["kind"], order["slots"])
-            self._machine = self._machine_of(devices)
+            self._machine = self._machine_of(self._devices(order["kind"], order["slots"]))
         except (DsatError, TimeoutError) as error:
             why = str(error)
         gone = [path for path in files if digest_of(Path(path)) == ""]
@@ -238,12 +237,10 @@ class NodeAgent:
             why = f"{next(iter(files))} is not the file that the head has"
         if order.get("listen") and self._doors is None:
             self._doors = Doorbell([address for _, address in addresses()])
-        shown = () if devices is None else devices.devices
         self._say(
             "seen",
             why=why,
             versions=libraries,
-            devices=[device.name for device in shown],
             doors=[] if self._doors is None else self._doors.open,
             interfaces=addresses() if order.get("listen") else [],
         )

@@ -88,11 +88,6 @@ class HeldPlace:
         return tuple(str(self._hellos[node]["name"]) for node in sorted(self._hellos))
 
     @property
-    def nodes(self) -> list[tuple[str, Mapping[str, Any]]]:
-        """Name of each node, and its report of devices, files and versions."""
-        return [(self.name_of(node), self._seen[node]) for node in sorted(self._seen)]
-
-    @property
     def is_idle(self) -> bool:
         """Whether a launch can start now."""
         return self.stage is Stage.USABLE and self.launch_id is None and not self._unprepared
