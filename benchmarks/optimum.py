@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from benchmarks.random_machines.machine import RandomMachine
 from benchmarks.random_machines.settings import Settings
 from optuna_dsat.config import ds_config
-from optuna_dsat.config.space_builder import SearchSpace, SpaceRequest, build_space
+from optuna_dsat.config.search_space import SearchSpace
+from optuna_dsat.config.space_builder import SpaceRequest, build_space
 
 _EVERY = 512
 """Micro-batches up to this one are all tried."""

@@ -30,30 +30,10 @@ from optuna_dsat.config.knobs import (
     ZENFLOW,
     ZERO_STAGE,
 )
-from optuna_dsat.config.search_space import (
-    KnobRow,
-    Role,
-    SearchSpace,
-    TunedKnob,
-    capped,
-    device_of,
-)
-from optuna_dsat.config.search_space import (
-    present as read_present,
-)
+from optuna_dsat.config.search_space import Role, SearchSpace, TunedKnob, capped, device_of
+from optuna_dsat.config.search_space import present as read_present
 from optuna_dsat.config.structures import param_swap_settings
 from optuna_dsat.errors import ConfigError
-
-__all__ = [
-    "KnobRow",
-    "Role",
-    "SearchSpace",
-    "SpaceRequest",
-    "TunedKnob",
-    "build_space",
-    "site_of",
-    "smallest_micro_batch",
-]
 
 _SHARED_GROUPS = 10
 """Sub-groups of a rank's partition that allow shares of tenths on the device (``OFFLOAD_RATIO``)."""

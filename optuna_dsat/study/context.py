@@ -9,7 +9,7 @@ from functools import cached_property
 import optuna
 from optuna.trial import FrozenTrial
 
-from optuna_dsat.config.space_builder import SearchSpace
+from optuna_dsat.config.search_space import SearchSpace
 from optuna_dsat.launch.follow import SlotWait, follow
 from optuna_dsat.launch.measurement import GlobalStep, LaunchRecord
 from optuna_dsat.launch.protocol import Launcher, LaunchReport, LaunchRequest

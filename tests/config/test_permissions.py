@@ -22,7 +22,8 @@ from optuna_dsat.config.knobs import (
     ZENFLOW,
     ZENFLOW_SECTION,
 )
-from optuna_dsat.config.space_builder import SearchSpace, SpaceRequest, build_space
+from optuna_dsat.config.search_space import SearchSpace
+from optuna_dsat.config.space_builder import SpaceRequest, build_space
 from optuna_dsat.errors import ConfigError
 
 BASE: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}

@@ -12,7 +12,8 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.ds_config import MICRO_BATCH
 from optuna_dsat.config.knobs import KNOBS
-from optuna_dsat.config.space_builder import Role, SearchSpace, SpaceRequest, build_space
+from optuna_dsat.config.search_space import Role, SearchSpace
+from optuna_dsat.config.space_builder import SpaceRequest, build_space
 from optuna_dsat.errors import ConfigError
 
 PARAMS = 1_313_280

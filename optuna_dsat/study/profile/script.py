@@ -11,7 +11,7 @@ from typing import Any
 import optuna
 
 from optuna_dsat.config import ds_config
-from optuna_dsat.config.space_builder import SearchSpace
+from optuna_dsat.config.search_space import SearchSpace
 from optuna_dsat.script.arg_mapping import STAGE
 from optuna_dsat.script.batch_rule import BatchRule
 from optuna_dsat.script.command.source import options_to_train

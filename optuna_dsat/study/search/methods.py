@@ -11,7 +11,7 @@ import optuna
 from optuna.pruners import BasePruner
 from optuna.trial import FrozenTrial
 
-from optuna_dsat.config.space_builder import SearchSpace
+from optuna_dsat.config.search_space import SearchSpace
 from optuna_dsat.guided.joint_estimate import JointEstimate
 from optuna_dsat.guided.planner import GuidedPlanner
 from optuna_dsat.guided.prior_knowledge import PriorKnowledge
