@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from optuna_dsat.config import ds_config
-from optuna_dsat.config.knobs import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM
+from optuna_dsat.config.conditions import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM
 from optuna_dsat.config.structures import Structure
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.words import bytes_in_words

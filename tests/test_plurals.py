@@ -26,7 +26,6 @@ MORE_THAN_ONE = {
     "optuna_dsat/integrations/deepspeed_trial/ranks.py: {distributed.size} ranks",
     "optuna_dsat/plan/hugging_face.py: {longest} tokens",
     "optuna_dsat/plan/transformer.py: {self.heads} heads",
-    "optuna_dsat/report/explain/proposals.py: {2 * size} samples",
     "optuna_dsat/config/space_builder.py: {world} ranks",
     "optuna_dsat/study/spec.py: {ranks} ranks",
     "optuna_dsat/study/spec.py: {self.slots_per_trial} ranks",

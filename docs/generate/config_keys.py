@@ -10,7 +10,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from optuna_dsat.config.autotuning_section import IGNORED, Autotuning
-from optuna_dsat.config.knobs import KNOBS, MODEL, Knob
+from optuna_dsat.config.conditions import Knob
+from optuna_dsat.config.knobs import KNOBS, MODEL
 from optuna_dsat.study.options.declaration import options_in
 from optuna_dsat.tuning.options.tune_options import AutotuningOptions
 

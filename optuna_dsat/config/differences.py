@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from optuna_dsat.config.conditions import OFFLOAD_PARAM, ZERO_STAGE
 from optuna_dsat.config.ds_config import (
     GRADIENT_ACCUMULATION,
     MICRO_BATCH,
@@ -17,7 +18,7 @@ from optuna_dsat.config.ds_config import (
     merge,
     zero_default,
 )
-from optuna_dsat.config.knobs import CHECKPOINT_EVERY, KNOBS, MODEL, OFFLOAD_PARAM, ZERO_STAGE
+from optuna_dsat.config.knobs import CHECKPOINT_EVERY, KNOBS, MODEL
 from optuna_dsat.config.search_space import present
 from optuna_dsat.config.structures import Structure
 

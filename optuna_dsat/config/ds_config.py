@@ -17,7 +17,8 @@ from typing import Any
 
 from optuna_dsat.config.autotuning_section import parse_autotuning as parse_autotuning
 from optuna_dsat.config.autotuning_section import positive_int
-from optuna_dsat.config.knobs import KNOBS, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM
+from optuna_dsat.config.conditions import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM
+from optuna_dsat.config.knobs import KNOBS
 from optuna_dsat.errors import ConfigError
 from optuna_dsat.runtime.files import write_text_atomic
 from optuna_dsat.runtime.overlay import GRADIENT_ACCUMULATION as GRADIENT_ACCUMULATION

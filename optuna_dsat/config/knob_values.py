@@ -8,10 +8,10 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from optuna_dsat.config.conditions import Kind
+from optuna_dsat.config.conditions import NVME, ZERO_STAGE, ZERO_STAGES, Kind
 from optuna_dsat.config.documents import as_written
 from optuna_dsat.config.ds_config import size_limit
-from optuna_dsat.config.knobs import KNOBS, NVME, ZERO_STAGE, ZERO_STAGES
+from optuna_dsat.config.knobs import KNOBS
 from optuna_dsat.config.user_file import near_key
 from optuna_dsat.errors import ConfigError
 from optuna_dsat.runtime.overlay import MICRO_BATCH, ZERO

@@ -33,33 +33,12 @@ from optuna_dsat.config.conditions import (
     stage_of,
     swaps_params,
 )
-from optuna_dsat.runtime.overlay import BIND_CORES, CHECKPOINT_EVERY, COMPILE, LEAF_MODULE, MODEL, ZERO
-
-__all__ = [
-    "BF16",
-    "BF16_MASTER",
-    "BF16_STATES",
-    "BIND_CORES",
-    "CHECKPOINT_EVERY",
-    "COMPILE",
-    "DEEPCOMPILE",
-    "KNOBS",
-    "LEAF_MODULE",
-    "MODEL",
-    "NVME",
-    "OFFLOAD_OPTIMIZER",
-    "OFFLOAD_PARAM",
-    "OFFLOAD_RATIO",
-    "PARTITION_COPY",
-    "PIN_MEMORY",
-    "QUANTIZED",
-    "QUANTIZED_FROZEN",
-    "ZENFLOW",
-    "ZENFLOW_SECTION",
-    "ZERO_STAGE",
-    "ZERO_STAGES",
-    "Knob",
-]
+from optuna_dsat.runtime.overlay import BIND_CORES as BIND_CORES
+from optuna_dsat.runtime.overlay import CHECKPOINT_EVERY as CHECKPOINT_EVERY
+from optuna_dsat.runtime.overlay import COMPILE as COMPILE
+from optuna_dsat.runtime.overlay import LEAF_MODULE as LEAF_MODULE
+from optuna_dsat.runtime.overlay import MODEL as MODEL
+from optuna_dsat.runtime.overlay import ZERO
 
 DEEPCOMPILE = "deepcompile"
 QUANTIZED = ("zero_quantized_weights", "zero_quantized_gradients")

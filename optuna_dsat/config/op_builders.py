@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from optuna_dsat.config.conditions import NVME, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM
 from optuna_dsat.config.ds_config import effective
-from optuna_dsat.config.knobs import NVME, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM
 from optuna_dsat.config.search_space import SearchSpace
 from optuna_dsat.config.structures import Structure
 from optuna_dsat.runtime.agent.operators import ASYNC_IO, COMMUNICATION

@@ -8,23 +8,21 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from optuna_dsat.config import ds_config as configs
-from optuna_dsat.config.conditions import WITH_PARAMS_ON_NVME, Knob, Site
-from optuna_dsat.config.ds_config import MICRO_BATCH, ZERO
-from optuna_dsat.config.knob_values import normalise
-from optuna_dsat.config.knobs import (
+from optuna_dsat.config.conditions import (
     BF16,
     BF16_MASTER,
     BF16_STATES,
-    KNOBS,
-    MODEL,
     NVME,
     OFFLOAD_OPTIMIZER,
     OFFLOAD_PARAM,
-    PIN_MEMORY,
-    ZENFLOW,
-    ZENFLOW_SECTION,
+    WITH_PARAMS_ON_NVME,
     ZERO_STAGE,
+    Knob,
+    Site,
 )
+from optuna_dsat.config.ds_config import MICRO_BATCH, ZERO
+from optuna_dsat.config.knob_values import normalise
+from optuna_dsat.config.knobs import KNOBS, MODEL, PIN_MEMORY, ZENFLOW, ZENFLOW_SECTION
 from optuna_dsat.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -18,18 +18,10 @@ from types import MappingProxyType
 from typing import Any
 
 from optuna_dsat.config import ds_config as configs
-from optuna_dsat.config.conditions import Knob, Site, needs_zero
+from optuna_dsat.config.conditions import NVME, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, ZERO_STAGE, Knob, Site, needs_zero
 from optuna_dsat.config.ds_config import MICRO_BATCH, MICRO_BATCH_CAP, ZERO
 from optuna_dsat.config.knob_values import KNOB_OF, distinct_sizes, known_names, multiples, normalise, unique
-from optuna_dsat.config.knobs import (
-    KNOBS,
-    NVME,
-    OFFLOAD_OPTIMIZER,
-    OFFLOAD_PARAM,
-    PARTITION_COPY,
-    ZENFLOW,
-    ZERO_STAGE,
-)
+from optuna_dsat.config.knobs import KNOBS, PARTITION_COPY, ZENFLOW
 from optuna_dsat.config.search_space import Role, SearchSpace, TunedKnob, capped, device_of
 from optuna_dsat.config.search_space import present as read_present
 from optuna_dsat.config.structures import param_swap_settings

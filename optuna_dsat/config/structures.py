@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from optuna_dsat.config.conditions import WITH_PARAMS_ON_NVME
+from optuna_dsat.config.conditions import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, WITH_PARAMS_ON_NVME
 from optuna_dsat.config.ds_config import ZERO, offload_device
-from optuna_dsat.config.knobs import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM
 
 _NONE, _CPU, _NVME = "none", "cpu", "nvme"
 

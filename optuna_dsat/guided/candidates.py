@@ -12,8 +12,9 @@ import numpy as np
 from optuna.trial import FrozenTrial
 
 from optuna_dsat.config import ds_config
+from optuna_dsat.config.conditions import NVME
 from optuna_dsat.config.knob_values import KNOB_OF
-from optuna_dsat.config.knobs import KNOBS, NVME
+from optuna_dsat.config.knobs import KNOBS
 from optuna_dsat.config.search_space import SearchSpace
 from optuna_dsat.cost.memory import Hardware, ModelProfile, rank_host_parts, zero_settings
 from optuna_dsat.cost.memory_posterior import MemoryInputs

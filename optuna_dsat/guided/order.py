@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from optuna_dsat.config.knobs import NVME, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM
+from optuna_dsat.config.conditions import NVME, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM
 from optuna_dsat.config.structures import Structure
 from optuna_dsat.cost.numbers import Numbers, descending
 from optuna_dsat.guided.acquisition import Acquisition

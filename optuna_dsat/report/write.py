@@ -107,13 +107,14 @@ class Row:
 def render_comparison(views: Sequence[StudyView], *, training: Training | None = None) -> str:
     """Return several studies side by side as HTML."""
     names = _names(views)
-    own = [_rate(view.baseline) for view in views]
     sections = [
         figure_section(
             id="results",
             heading="Speed",
             lead="Samples per second over all devices.",
-            figure=figures.comparison_figure(names, best=[_rate(view.best) for view in views], own=own),
+            figure=figures.comparison_figure(
+                names, best=[_rate(view.best) for view in views], baseline=[_rate(view.baseline) for view in views]
+            ),
         ),
         figure_section(
             id="course",
@@ -218,7 +219,7 @@ def rows_of(views: Sequence[StudyView], *, training: Training | None = None) -> 
 def _result(view: StudyView, training: Training, *, ratio: float | None, share: str, each: str) -> dict[str, str]:
     """Return the facts of a study's result; unknown facts are empty."""
     best = view.best
-    rate, own = _rate(best), _rate(view.baseline)
+    rate, user_rate = _rate(best), _rate(view.baseline)
     tokens = None if best is None else best.metrics.get("tokens_per_s")
     step_s = None if best is None else best.step_s
     utilisation = None if best is None else view.utilisation(best)
@@ -234,7 +235,7 @@ def _result(view: StudyView, training: Training, *, ratio: float | None, share: 
         "global batch": "" if best is None else str(best.train_batch_size),
         "peak memory": bytes_in_words(best.peak_bytes) if best is not None and best.peak_bytes else "",
         "MFU": "" if utilisation is None else f"{utilisation:.1%}",
-        "your config": metric_in_words("throughput", own) if own else "",
+        "your config": metric_in_words("throughput", user_rate) if user_rate else "",
         "speed-up over it": _speed_up_words(best),
         "how it is known": "" if view.verdict is None else how_known(view.verdict),
         epochs: _training_words(view, training),

@@ -9,7 +9,7 @@ from typing import Any
 
 from optuna.trial import FrozenTrial
 
-from optuna_dsat.config.knobs import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM
+from optuna_dsat.config.conditions import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM
 from optuna_dsat.store import display_url
 from optuna_dsat.study.confirm.verdict import Verdict, VerdictKind
 from optuna_dsat.study.options.declaration import stored_command

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optuna_dsat.config import ds_config
-from optuna_dsat.config.knobs import BF16
+from optuna_dsat.config.conditions import BF16
 from optuna_dsat.cost.gpus import precision_advice
 from optuna_dsat.errors import StorageUrlError
 from optuna_dsat.launch.isolation import describe_isolation, weakest_isolation

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from optuna_dsat.config import ds_config
+from optuna_dsat.config.conditions import ZERO_STAGE
 from optuna_dsat.config.ds_config import MICRO_BATCH
-from optuna_dsat.config.knobs import BIND_CORES, CHECKPOINT_EVERY, KNOBS, LEAF_MODULE, MODEL, PIN_MEMORY, ZERO_STAGE
+from optuna_dsat.config.knobs import BIND_CORES, CHECKPOINT_EVERY, KNOBS, LEAF_MODULE, MODEL, PIN_MEMORY
 from optuna_dsat.config.search_space import Role, SearchSpace
 from optuna_dsat.config.space_builder import SpaceRequest, build_space
 from optuna_dsat.config.structures import STRUCTURES, Structure

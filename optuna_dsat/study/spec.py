@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from optuna_dsat.config.conditions import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, ZERO_STAGE, ZERO_STAGES
 from optuna_dsat.config.ds_config import AUTO, MICRO_BATCH, data_parallel_ranks, effective, zero_section
 from optuna_dsat.config.knob_values import NAMES
-from optuna_dsat.config.knobs import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, ZERO_STAGE, ZERO_STAGES
 from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.machine.devices import Devices
 from optuna_dsat.metrics import METRICS, direction_of

@@ -22,11 +22,11 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, IntD
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
+from optuna_dsat.config.conditions import OFFLOAD_OPTIMIZER as OFFLOAD_OPTIMIZER
+from optuna_dsat.config.conditions import OFFLOAD_PARAM as OFFLOAD_PARAM
+from optuna_dsat.config.conditions import ZERO_STAGE as ZERO_STAGE
 from optuna_dsat.config.ds_config import GRADIENT_ACCUMULATION, canonical_number
 from optuna_dsat.config.ds_config import MICRO_BATCH as MICRO_BATCH
-from optuna_dsat.config.knobs import OFFLOAD_OPTIMIZER as OFFLOAD_OPTIMIZER
-from optuna_dsat.config.knobs import OFFLOAD_PARAM as OFFLOAD_PARAM
-from optuna_dsat.config.knobs import ZERO_STAGE as ZERO_STAGE
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.trials.attributes import OUTCOME, VETOED
 

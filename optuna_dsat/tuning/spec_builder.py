@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from optuna_dsat.config import ds_config
+from optuna_dsat.config.conditions import ZERO_STAGE
 from optuna_dsat.config.documents import is_pipe
-from optuna_dsat.config.knobs import BIND_CORES, MODEL, ZERO_STAGE
+from optuna_dsat.config.knobs import BIND_CORES, MODEL
 from optuna_dsat.errors import ConfigError, UsageError
 from optuna_dsat.launch.machine.devices import Devices, cpu_devices, detect_devices, refuse_build
 from optuna_dsat.launch.machine.host import available_memory_bytes

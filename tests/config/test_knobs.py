@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from optuna_dsat.config.conditions import BF16, NVME, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM
 from optuna_dsat.config.ds_config import ZERO
 from optuna_dsat.config.knob_values import normalise
-from optuna_dsat.config.knobs import BF16, COMPILE, KNOBS, MODEL, NVME, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, PIN_MEMORY
+from optuna_dsat.config.knobs import COMPILE, KNOBS, MODEL, PIN_MEMORY
 from optuna_dsat.errors import ConfigError
 from optuna_dsat.script.interpreter import module_places
 from tests.harness.commands import ROOT

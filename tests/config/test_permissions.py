@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 
 from optuna_dsat.config import ds_config
+from optuna_dsat.config.conditions import BF16, BF16_MASTER, BF16_STATES
 from optuna_dsat.config.differences import knob_differences, lossy_settings
 from optuna_dsat.config.knobs import (
-    BF16,
-    BF16_MASTER,
-    BF16_STATES,
     CHECKPOINT_EVERY,
     COMPILE,
     DEEPCOMPILE,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.config.knobs import BF16_MASTER, BF16_STATES
+from optuna_dsat.config.conditions import BF16_MASTER, BF16_STATES
 from optuna_dsat.launch.follow import follow
 from optuna_dsat.launch.launcher import TorchrunLauncher
 from optuna_dsat.outcome import Outcome

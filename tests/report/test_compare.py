@@ -160,7 +160,7 @@ def test_a_rate_is_reached_at_the_end_of_the_attempt_that_measured_it(two: Repor
 
 def test_long_names_leave_room_for_bars_and_what_was_not_measured_says_so() -> None:
     name = "<b>llama" + "-with-a-long-name" * 12 + "x" * 90
-    figure = comparison_figure([name, "new"], best=[3.0, None], own=[None, None])
+    figure = comparison_figure([name, "new"], best=[3.0, None], baseline=[None, None])
     lines = figure.layout.yaxis.ticktext[0].split("<br>")
     assert len(lines) == 4
     assert all(len(html.unescape(line)) <= 22 for line in lines)

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from optuna_dsat.config import ds_config
-from optuna_dsat.config.knobs import LEAF_MODULE, OFFLOAD_OPTIMIZER, OFFLOAD_RATIO, PIN_MEMORY, ZENFLOW_SECTION
+from optuna_dsat.config.conditions import OFFLOAD_OPTIMIZER
+from optuna_dsat.config.knobs import LEAF_MODULE, OFFLOAD_RATIO, PIN_MEMORY, ZENFLOW_SECTION
 from optuna_dsat.config.space_builder import SpaceRequest, build_space
 from optuna_dsat.runtime.measure import blocks
 from optuna_dsat.runtime.measure.blocks import RoutingWatch, expert_modules, gather_experts

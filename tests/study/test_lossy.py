@@ -13,7 +13,7 @@ import pytest
 
 from optuna_dsat.cli.show import show_result
 from optuna_dsat.config import ds_config
-from optuna_dsat.config.knobs import BF16_STATES
+from optuna_dsat.config.conditions import BF16_STATES
 from optuna_dsat.launch.protocol import LaunchRequest
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.report.facts import advice_on

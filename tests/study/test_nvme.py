@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from optuna_dsat.config.knobs import NVME, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM
+from optuna_dsat.config.conditions import NVME, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM
 from optuna_dsat.errors import UsageError
 from optuna_dsat.guided.order import complexity, structure_of
 from optuna_dsat.launch.machine.nvme import Speed

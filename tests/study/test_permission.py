@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from optuna_dsat.config.conditions import BF16
 from optuna_dsat.config.ds_config import MICRO_BATCH
-from optuna_dsat.config.knobs import BF16, COMPILE, DEEPCOMPILE, KNOBS, QUANTIZED_FROZEN, ZENFLOW
+from optuna_dsat.config.knobs import COMPILE, DEEPCOMPILE, KNOBS, QUANTIZED_FROZEN, ZENFLOW
 from optuna_dsat.errors import ConfigError
 from optuna_dsat.report.view import read_view
 from optuna_dsat.runtime.overlay import MODEL

@@ -14,7 +14,8 @@ import pytest
 from optuna.pruners import NopPruner
 from optuna.trial import FrozenTrial
 
-from optuna_dsat.config.knobs import KNOBS, NVME, ZERO_STAGE
+from optuna_dsat.config.conditions import NVME, ZERO_STAGE
+from optuna_dsat.config.knobs import KNOBS
 from optuna_dsat.guided.joint_estimate import JointEstimate
 from optuna_dsat.guided.planner import GuidedPlanner
 from optuna_dsat.outcome import Outcome

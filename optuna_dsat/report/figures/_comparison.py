@@ -20,14 +20,16 @@ _FAR_APART = 30.0
 """Minimum ratio of two results at which the smaller would be invisible on a common axis from 0."""
 
 
-def comparison_figure(names: Sequence[str], *, best: Sequence[float | None], own: Sequence[float | None]) -> go.Figure:
+def comparison_figure(
+    names: Sequence[str], *, best: Sequence[float | None], baseline: Sequence[float | None]
+) -> go.Figure:
     """Return the samples/s of each study's result and of the user's own config; None where it was not measured."""
     title, x = "Results side by side", Measure(_RATE).title
     if not any(best):
         return empty_figure("Nothing was measured in any of these studies.", title=title, x=x)
     rows = list(range(len(names)))
     figure = new_figure()
-    for what, colour, values in (("your config", NEUTRAL, own), ("the result", "#0072B2", best)):
+    for what, colour, values in (("your config", NEUTRAL, baseline), ("the result", "#0072B2", best)):
         figure.add_bar(
             x=[value or 0.0 for value in values],
             y=rows,

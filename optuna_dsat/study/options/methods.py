@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from optuna_dsat.config.knobs import ZERO_STAGES
+from optuna_dsat.config.conditions import ZERO_STAGES
 from optuna_dsat.study.options.declaration import of_method
 from optuna_dsat.study.options.parse import share
 

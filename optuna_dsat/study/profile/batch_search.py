@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from optuna_dsat.config import ds_config
-from optuna_dsat.config.knobs import ZERO_STAGES
+from optuna_dsat.config.conditions import ZERO_STAGES
 from optuna_dsat.errors import UsageError
 from optuna_dsat.launch.measurement import LaunchRecord
 from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest

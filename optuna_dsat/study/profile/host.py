@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from optuna_dsat.config import ds_config
+from optuna_dsat.config.conditions import NVME, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM
 from optuna_dsat.config.ds_config import MICRO_BATCH, ZERO
-from optuna_dsat.config.knobs import NVME, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM
 from optuna_dsat.config.search_space import SearchSpace
 from optuna_dsat.config.structures import STRUCTURES
 from optuna_dsat.cost.memory import Hardware, HostPeaks, host_peaks, swap_needs

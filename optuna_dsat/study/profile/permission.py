@@ -8,19 +8,9 @@ import shutil
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from optuna_dsat.config.conditions import BF16, BF16_MASTER, BF16_STATES, Knob
 from optuna_dsat.config.ds_config import batch_triangle, effective, leaves_precision, precision_of
-from optuna_dsat.config.knobs import (
-    BF16,
-    BF16_MASTER,
-    BF16_STATES,
-    COMPILE,
-    DEEPCOMPILE,
-    KNOBS,
-    QUANTIZED,
-    QUANTIZED_FROZEN,
-    ZENFLOW,
-    Knob,
-)
+from optuna_dsat.config.knobs import COMPILE, DEEPCOMPILE, KNOBS, QUANTIZED, QUANTIZED_FROZEN, ZENFLOW
 from optuna_dsat.cost.gpus import gpu_of_device
 from optuna_dsat.script.interpreter import package_folders, script_versions
 from optuna_dsat.study.spec import StudySpec

@@ -11,8 +11,9 @@ from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, TrialState
 
 from optuna_dsat.config import ds_config
+from optuna_dsat.config.conditions import BF16, NVME
 from optuna_dsat.config.ds_config import MICRO_BATCH
-from optuna_dsat.config.knobs import BF16, CHECKPOINT_EVERY, COMPILE, DEEPCOMPILE, NVME
+from optuna_dsat.config.knobs import CHECKPOINT_EVERY, COMPILE, DEEPCOMPILE
 from optuna_dsat.study.context import SearchContext
 from optuna_dsat.study.profile.script import user_config
 from optuna_dsat.study.progress import uninterrupted

@@ -7,7 +7,8 @@ from typing import Any
 
 from optuna_dsat.config import ds_config, user_file
 from optuna_dsat.config.autotuning_section import IGNORED, Autotuning
-from optuna_dsat.config.knobs import KNOBS, NVME, ZERO_STAGE
+from optuna_dsat.config.conditions import NVME, ZERO_STAGE
+from optuna_dsat.config.knobs import KNOBS
 from optuna_dsat.launch.machine.devices import detect_devices
 from optuna_dsat.study.options.declaration import options_in
 from optuna_dsat.tuning.options.given import Given, user_config
