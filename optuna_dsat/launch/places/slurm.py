@@ -7,6 +7,7 @@ head computes.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import select
@@ -14,9 +15,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import IO, Any
+from typing import IO
 
 from optuna_dsat.launch.agent.files import Joiner
 from optuna_dsat.launch.places.engine import LOST_S, PING_S, ClusterError, News, Order, Place, PlaceState, ping_order
@@ -108,8 +109,8 @@ def job_in(lines: Sequence[str]) -> str | None:
     return next((match[1] for line in lines if (match := _JOB.search(line))), None)
 
 
-_PAUSE_S = 0.2
-"""Longest wait of the thread for input."""
+_PAUSE_S = 0.05
+"""Longest wait of the thread for input, and so of a command before it is sent."""
 _REASON_S = 2.0
 """Interval between queries for the queue reason."""
 _NO_REASON = "None"
@@ -135,6 +136,8 @@ class SlurmPlace:
         self.heard: dict[int, float] = {}
         """Node number -> monotonic time of the last message."""
         self.first_hello: float | None = None
+        self.ask_at = 0.0
+        """Monotonic time from which to ask for the queue reason; infinite while a query runs."""
         self.leaving_since: float | None = None
         """Monotonic time of the release; None before."""
         self.stderr_lines: list[str] = []
@@ -211,13 +214,9 @@ class SlurmEngine:
         self._news: list[News] = []
         self._changed = threading.Condition()
         """Guards all of the above; notified of messages and of state changes."""
-        self._commands: list[tuple[subprocess.Popen[str], float, Callable[[str], None]]] = []
-        """Running SLURM commands: process, monotonic start, callback for the output. Used by the thread only."""
-        self._asked: dict[int, float] = {}
         self._pinged = 0.0
         self._closing = False
         self._thread: threading.Thread | None = None
-        self._bell_out, self._bell_in = os.pipe()
 
     def check(self, *, nodes: int, slots: int) -> None:
         """Raise if SLURM can never grant such an allocation."""
@@ -233,7 +232,6 @@ class SlurmEngine:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="slurm", daemon=True)
             self._thread.start()
-        self._ring()
         return place
 
     def order(self, place: Place, order: Order, *, node: int | None = None) -> None:
@@ -242,7 +240,6 @@ class SlurmEngine:
         with self._changed:
             if place.leaving_since is None and place.state is not PlaceState.LOST:
                 place.outgoing += json.dumps({**order, "to": node}).encode() + b"\n"
-        self._ring()
 
     def news(self, timeout_s: float) -> Sequence[News]:
         """Return messages of agents; wait up to ``timeout_s`` for messages or a change of state."""
@@ -260,14 +257,12 @@ class SlurmEngine:
                 place.leaving_since = time.monotonic()
                 if place.state is PlaceState.QUEUED and place.first_hello is None:
                     self._end(place)
-        self._ring()
 
     def close(self) -> None:
         """Release all allocations and wait, some seconds at most, until their srun has ended."""
         for place in list(self._places):
             self.release(place)
         self._closing = True
-        self._ring()
         if self._thread is not None:
             self._thread.join(4 * _LEAVE_S)
         for place in self._places:
@@ -275,29 +270,19 @@ class SlurmEngine:
             place.process.wait()
             place.close_pipes()
         self._places.clear()
-        for descriptor in (self._bell_in, self._bell_out):
-            with suppress(OSError):
-                os.close(descriptor)
-
-    def _ring(self) -> None:
-        with suppress(OSError):
-            os.write(self._bell_in, b".")
 
     def _run(self) -> None:
-        while not (self._closing and not self._places and not self._commands):
+        while not (self._closing and not self._places):
             with self._changed:
                 self._look_at_all(time.monotonic())
                 reading = {p.fileno(): (place, p) for place in self._places for p in place.pipes[1:] if not p.closed}
                 writing = [
                     place.pipes[0].fileno() for place in self._places if place.outgoing and not place.pipes[0].closed
                 ]
-            ready, _, _ = select.select([self._bell_out, *reading], writing, [], _PAUSE_S)
+            ready, _, _ = select.select([*reading], writing, [], _PAUSE_S)
             with self._changed:
                 for descriptor in ready:
-                    if descriptor == self._bell_out:
-                        os.read(descriptor, 4096)
-                    else:
-                        self._read(*reading[descriptor])
+                    self._read(*reading[descriptor])
 
     def _read(self, place: SlurmPlace, pipe: IO[bytes]) -> None:
         try:
@@ -333,7 +318,6 @@ class SlurmEngine:
                 place.outgoing += json.dumps({**ping_order(), "to": None}).encode() + b"\n"
             self._look_at(place, now)
             place.write_out()
-        self._look_at_commands(now)
 
     def _look_at(self, place: SlurmPlace, now: float) -> None:
         """Detect lost or ended allocations, and enforce the end of released allocations."""
@@ -361,8 +345,9 @@ class SlurmEngine:
             and place.job is not None
             and place.first_hello is None
             and not self._inside
+            and now >= place.ask_at
         ):
-            self._ask_why(place, place.job, now)
+            self._ask_why(place, place.job)
 
     def _end(self, place: SlurmPlace) -> None:
         """Terminate srun and cancel the job."""
@@ -370,37 +355,33 @@ class SlurmEngine:
         with suppress(ProcessLookupError):
             place.process.terminate()
         if place.job is not None and not self._inside:
-            self._start(["scancel", "--quiet", place.job], lambda _: None)
+            command = ["scancel", "--quiet", place.job]
+            threading.Thread(target=self._output_of, args=(command,), name="scancel").start()
 
-    def _ask_why(self, place: SlurmPlace, job: str, now: float) -> None:
-        if now - self._asked.get(id(place), 0.0) < _REASON_S:
-            return
-        self._asked[id(place)] = now
+    def _ask_why(self, place: SlurmPlace, job: str) -> None:
+        """Ask SLURM why a job is pending, without waiting for the answer."""
 
-        def note(output: str) -> None:
-            why = output.strip()
-            if place.state is PlaceState.QUEUED and why not in ("", _NO_REASON, place.why):
-                place.why = why
-                self._changed.notify_all()
+        def note() -> None:
+            why = self._output_of(["squeue", "--noheader", f"--jobs={job}", "--format=%r"]).strip()
+            with self._changed:
+                place.ask_at = time.monotonic() + _REASON_S
+                if place.state is PlaceState.QUEUED and why not in ("", _NO_REASON, place.why):
+                    place.why = why
+                    self._changed.notify_all()
 
-        self._start(["squeue", "--noheader", f"--jobs={job}", "--format=%r"], note)  # prints why a job is pending
+        place.ask_at = math.inf
+        threading.Thread(target=note, name="squeue", daemon=True).start()
 
-    def _start(self, command: Sequence[str], then: Callable[[str], None]) -> None:
-        with suppress(OSError):
-            process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=self._environ
-            )
-            self._commands.append((process, time.monotonic(), then))
-
-    def _look_at_commands(self, now: float) -> None:
-        """Read the output of finished commands and kill commands that exceed their time limit."""
-        running: list[Any] = []
-        for process, began, then in self._commands:
-            if process.poll() is None:
-                if now - began > _COMMAND_S:
-                    process.kill()
-                running.append((process, began, then))
-                continue
-            with process:
-                then(process.stdout.read() if process.stdout is not None else "")
-        self._commands = running
+    def _output_of(self, command: Sequence[str]) -> str:
+        """Return the output of a SLURM command; empty if it cannot be run or takes too long."""
+        with suppress(OSError, subprocess.TimeoutExpired):
+            return subprocess.run(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                env=self._environ,
+                timeout=_COMMAND_S,
+                check=False,
+            ).stdout
+        return ""
