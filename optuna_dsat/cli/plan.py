@@ -348,7 +348,7 @@ def _print_json(plan: Plan) -> None:
         "recommended": None if plan.recommended is None else plan.recommended.name,
         "rows": [row.to_json() for row in plan.rows],
         "scaling": [row.to_json() for row in _scaling(plan)],
-        "advice": advise(plan),
+        "advice": list(advise(plan).values()),
     }
     print(json.dumps(record, indent=2))
 
@@ -376,7 +376,7 @@ def _print_text(plan: Plan) -> None:
         say_prose(f"MFU: {counted}")
     if counts := _scaling(plan):
         _print_scaling(counts, whose=whose)
-    for text in advise(plan):
+    for text in advise(plan).values():
         say_prose(f"- {text}")
 
 

@@ -144,38 +144,28 @@ def follow(
         DeviceError: If others hold the slots for longer than ``wait`` allows.
     """
     wait = SlotWait(launcher.holders, slots=request.slots) if wait is None else wait
-    for _ in range(MOST_KILLED):
-        record, report = _follow_once(launcher, request, on_event, enough=enough, on_step=on_step, wait=wait)
-        if report.outcome is not Outcome.KILLED:
+    killed = 0
+    while True:
+        record = LaunchRecord(world_size=request.slots, start_profile_step=request.start_profile_step)
+        report: LaunchReport | None = None
+        _start(launcher, request, wait)
+        while report is None:
+            (wait.check if request.launch_id in launcher.waiting else wait.reset)()
+            for update in launcher.poll(1.0):
+                if isinstance(update, Observed):
+                    step = record.add(update.event)
+                    on_event(update.event)
+                    if step is not None:
+                        on_step(step)
+                    if step is not None and step.step < request.end_profile_step and enough(record.counted):
+                        message = f"measured to step {step.step}: the step time is known"
+                        launcher.stop(request.launch_id, outcome=Outcome.MEASURED, message=message)
+                elif isinstance(update, Finished) and update.launch_id == request.launch_id:
+                    report = update.report
+        killed += report.outcome is Outcome.KILLED
+        if report.outcome is not Outcome.KILLED or killed > MOST_KILLED:
             return record, report
         wait.repeat(report.message)
-    return _follow_once(launcher, request, on_event, enough=enough, on_step=on_step, wait=wait)
-
-
-def _follow_once(
-    launcher: Launcher,
-    request: LaunchRequest,
-    on_event: Callable[[Event], None],
-    *,
-    enough: Callable[[Sequence[GlobalStep]], bool],
-    on_step: Callable[[GlobalStep], None],
-    wait: SlotWait,
-) -> tuple[LaunchRecord, LaunchReport]:
-    record = LaunchRecord(world_size=request.slots, start_profile_step=request.start_profile_step)
-    _start(launcher, request, wait)
-    while True:
-        (wait.check if request.launch_id in launcher.waiting else wait.reset)()
-        for update in launcher.poll(1.0):
-            if isinstance(update, Observed):
-                step = record.add(update.event)
-                on_event(update.event)
-                if step is not None:
-                    on_step(step)
-                if step is not None and step.step < request.end_profile_step and enough(record.counted):
-                    message = f"measured to step {step.step}: the step time is known"
-                    launcher.stop(request.launch_id, outcome=Outcome.MEASURED, message=message)
-            elif isinstance(update, Finished) and update.launch_id == request.launch_id:
-                return record, update.report
 
 
 def _start(launcher: Launcher, request: LaunchRequest, wait: SlotWait) -> None:

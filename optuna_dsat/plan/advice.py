@@ -23,12 +23,7 @@ _SOME_OF_PEAK = 0.05
 """... and if ZeRO 2 does not fit."""
 
 
-def advise(plan: Plan) -> list[str]:
-    """Return the pieces of advice that apply, most important first."""
-    return list(advise_by_rule(plan).values())
-
-
-def advise_by_rule(plan: Plan) -> dict[str, str]:
+def advise(plan: Plan) -> dict[str, str]:
     """Return the pieces of advice that apply: name of the rule -> text, most important first."""
     result = {name: text(plan) for name, (text, of_gpus) in _RULES.items() if _on_gpus(plan) or not of_gpus}
     return {name: text for name, text in result.items() if text is not None}
