@@ -28,7 +28,7 @@ class Finding:
     """Result of a check."""
 
     area: str
-    """``devices``, ``software``, ``host``, ``launches``, ``operators``, ``offload``, ``database`` or ``cluster``."""
+    """``devices``, ``software``, ``host``, ``launches``, ``operators``, ``offload`` or ``database``."""
     name: str
     """Name of the check, unique within its area."""
     status: Status
