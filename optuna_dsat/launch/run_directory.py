@@ -3,7 +3,7 @@
 The directory of a launch:
 
     trial-0007/
-      ds_config.json      the launch's complete DeepSpeed config, ready to train with
+      ds_config.json      the launch's complete DeepSpeed config, which the script reads
       launch.json         the launch description that every rank reads
       command.json        the command, its working directory, its devices
       command.txt         the command as a line for a shell

@@ -33,7 +33,7 @@ from optuna_dsat.secrecy.shapes import hidden_data
 
 _AUTO = "auto"
 _FILLED_IN = frozenset(
-    {GRADIENT_ACCUMULATION, "zero_optimization.stage"}
+    {GRADIENT_ACCUMULATION, MICRO_BATCH, "zero_optimization.stage"}
     | {f"zero_optimization.offload_{part}.device" for part in ("optimizer", "param")}
 )
 """Keys that the search chooses; where the file contains ``"auto"``, the user's actual values must be known."""
@@ -145,14 +145,14 @@ class TrialConfig:
         self._plan = plan
         self._world_size = world_size
         self._user = _read(plan.user_config_path) if plan.measures else None  # outside a search it may be gone
-        self._launch = _read(plan.config_path)
+        self._launch = _launched(plan)
         self._sizes = self._micro_batch_of(self._launch)
         self._of_user = self._micro_batch_of(self._user) if plan.purpose == "profile" else frozenset()
         """The parts of ``micro_batches``. The user's micro-batch is no batch size of a trial."""
 
     def take_on(self, plan: LaunchPlan) -> None:
         """Continue with another trial's launch, in the running engine."""
-        self._plan, self._launch, self._of_user = plan, _read(plan.config_path), frozenset()
+        self._plan, self._launch, self._of_user = plan, _launched(plan), frozenset()
         self._sizes |= self._micro_batch_of(self._launch)
 
     def apply_overlay(self, config: Any, *, client_optimizer: object | None = None) -> dict[str, Any]:
@@ -255,6 +255,12 @@ class TrialConfig:
                 f"The engine was built without this trial's config: {', '.join(other)}. Take the config from "
                 "optuna_dsat.get_ds_config_from_hparams, or build the engine with deepspeed.initialize."
             )
+
+
+def _launched(plan: LaunchPlan) -> dict[str, Any] | None:
+    """Return a launch's config; the script's file may have ``"auto"`` for the batch sizes that the overlay sets."""
+    config, sizes = _read(plan.config_path), (MICRO_BATCH, GRADIENT_ACCUMULATION)
+    return config and {**config, **{key: plan.overlay[key] for key in sizes if key in plan.overlay}}
 
 
 def _read(path: str) -> dict[str, Any] | None:

@@ -74,6 +74,7 @@ def launch_request(
         purpose=purpose,
         command=script_command(spec),
         ds_config=_with_global_batch(config, spec),
+        left_open=_left_open(spec, purpose),
         overlay=over_command(overlay, spec.ds_config),
         slots=spec.slots_per_trial,
         start_profile_step=first,
@@ -103,6 +104,15 @@ def _with_global_batch(config: Mapping[str, Any], spec: StudySpec) -> dict[str, 
     return {**config, ds_config.TRAIN_BATCH: triangle.train_batch_size}
 
 
+def _left_open(spec: StudySpec, purpose: str) -> tuple[str, ...]:
+    """Return the batch sizes that the script finds as ``"auto"``, as in the user's file: it may fill them in itself.
+
+    A profile launch leaves all of them open, which shows the script's values; later launches the global batch alone.
+    """
+    keys = ds_config.BATCH_KEYS if purpose == "profile" else (ds_config.TRAIN_BATCH,)
+    return tuple(key for key in keys if spec.ds_config.get(key) == ds_config.AUTO)
+
+
 def full_request(
     spec: StudySpec,
     *,
@@ -128,6 +138,7 @@ def full_request(
         purpose="full",
         command=command,
         ds_config=_with_global_batch(config, spec),
+        left_open=_left_open(spec, "full"),
         overlay=over_command(overlay, spec.ds_config),
         slots=spec.slots_per_trial,
         env={**threads, **spec.script.environment},

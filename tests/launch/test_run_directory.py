@@ -14,6 +14,7 @@ import pytest
 
 from optuna_dsat.errors import DsatError, ScriptFailedError
 from optuna_dsat.launch import isolation
+from optuna_dsat.launch.agent.command import write_run_directory
 from optuna_dsat.launch.isolation import FolderWatch, changed_paths, snapshot
 from optuna_dsat.launch.protocol import Conditions
 from optuna_dsat.launch.run_directory import OutputError, RunDirectory, recorded_environment
@@ -53,6 +54,13 @@ def test_files_are_replaced_whole_and_leave_no_temporary_ones(tmp_path: Path) ->
     directory.write_json(directory.config, {"a": 2})
     assert json.loads(directory.config.read_text()) == {"a": 2}
     assert sorted(path.name for path in directory.root.iterdir() if path.is_file()) == ["ds_config.json"]
+
+
+def test_batch_sizes_that_are_left_open_are_so_in_the_file_that_the_script_reads(tmp_path: Path) -> None:
+    size = "train_micro_batch_size_per_gpu"
+    launched = request(tmp_path, ds_config={size: 4, "steps_per_print": 9}, left_open=(size,))
+    directory = write_run_directory(launched, tmp_path)
+    assert json.loads(directory.config.read_text()) == {size: "auto", "steps_per_print": 9}
 
 
 def test_a_report_is_written_in_plain_values(tmp_path: Path) -> None:

@@ -111,13 +111,16 @@ def test_what_a_library_sets_by_itself_is_not_worth_a_word() -> None:
     assert "differs from ds.json: a is 1 (not set in the file). " in words
 
 
-@pytest.mark.parametrize(("steps", "found"), [(4, {"gradient_accumulation_steps": [4, "auto"]}), (2, {}), ("auto", {})])
-def test_accumulation_steps_that_a_file_leaves_open_are_the_scripts(steps: int | str, found: dict[str, Any]) -> None:
+@pytest.mark.parametrize("key", ["gradient_accumulation_steps", "train_micro_batch_size_per_gpu"])
+@pytest.mark.parametrize(("size", "found"), [(4, [4, "auto"]), (2, None), ("auto", None)])
+def test_batch_sizes_that_a_file_leaves_open_are_the_scripts(
+    key: str, size: int | str, found: list[Any] | None
+) -> None:
     """Two is the launch's value, contained in the file that a script reads."""
-    user = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": "auto"}
-    launch = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2}
-    script = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": steps}
-    assert config_differences(script, user=user, launch=launch, world_size=2) == found
+    user = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1, key: "auto"}
+    launch = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 1, key: 2}
+    differences = config_differences({**launch, key: size}, user=user, launch=launch, world_size=2)
+    assert differences == ({} if found is None else {key: found})
 
 
 @pytest.mark.parametrize(
@@ -330,6 +333,14 @@ def test_a_further_trial_has_its_own_config_though_that_equals_the_users(tmp_pat
     with reads_redirected(user_config=user, config=profile.config_path):
         config.take_on(trial)
     assert (config.micro_batch, config.accumulation, config.micro_batches) == (4, 4, frozenset({1, 4}))
+
+
+def test_batch_sizes_that_the_launchs_file_leaves_open_are_those_that_deepspeed_gets(tmp_path: Path) -> None:
+    path, sizes = tmp_path / "ds_config.json", ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    path.write_text(json.dumps(dict.fromkeys(sizes, "auto")))
+    plan = plan_of(config_path=str(path), user_config_path=str(path), overlay={sizes[0]: 3, sizes[1]: 5})
+    config = TrialConfig(plan, world_size=2)
+    assert (config.micro_batch, config.accumulation) == (3, 5)
 
 
 @pytest.mark.parametrize(("purpose", "expected"), [("profile", {2, 8}), ("trial", {2})])

@@ -130,6 +130,24 @@ def test_a_global_batch_that_the_script_may_read_from_its_file_stays_there() -> 
     assert followed.ds_config == {TRAIN: 12, MICRO: 6, ACCUMULATION: 1}
 
 
+def test_a_script_that_fills_in_auto_itself_finds_it_in_its_file_until_its_values_are_known() -> None:
+    """It had a number of the launch in its place: a micro-batch of 1, stated as the user's, and no global batch."""
+    script: dict[str, Any] = {"script": "train.py", "args": (), "cwd": "/project", "config_path": "/project/ds.json"}
+    config = {TRAIN: "auto", MICRO: "auto", ACCUMULATION: 2}
+    spec = make_spec(
+        name="s", method="random", script=script, ds_config=config, device="cpu", slots_per_trial=2, output_dir="o"
+    )
+    profile, trial = (
+        launch_request(spec, launch_id="l", purpose=purpose, overlay=batch_overlay(3, 5))
+        for purpose in ("profile", "trial")
+    )
+    assert profile.ds_config == trial.ds_config == {MICRO: 3, ACCUMULATION: 5}
+    assert (profile.left_open, trial.left_open) == ((TRAIN, MICRO), (TRAIN,))
+    followed = follow_batch(spec, BatchRule(kind="option", own=6, option="--bs"), ranks=2)
+    assert followed.ds_config == {TRAIN: "auto", MICRO: 6, ACCUMULATION: 2}
+    assert full_request(followed, config=COMPLETE, overlay={}).left_open == (TRAIN,)
+
+
 @pytest.mark.parametrize(
     ("config", "expected"),
     [

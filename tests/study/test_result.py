@@ -12,6 +12,7 @@ import pytest
 
 from optuna_dsat.config.space_builder import SpaceRequest, build_space
 from optuna_dsat.escape import shell
+from optuna_dsat.runtime.agent.preload import Preload
 from optuna_dsat.script.batch_rule import BatchRule
 from optuna_dsat.script.settings_file import SettingsCopy
 from optuna_dsat.study.command import cluster_training_command, command_to_train, training_command
@@ -214,6 +215,7 @@ def test_a_command_runs_in_its_folder_with_the_programs_of_its_environment(
 
 MICRO = "train_micro_batch_size_per_gpu"
 LOADER = BatchRule(kind="loader", own=4, file="/project/train.py", line=7)
+OPEN = {"zero_optimization.stage": [1, "auto"]}
 
 
 @pytest.mark.parametrize(
@@ -227,7 +229,8 @@ LOADER = BatchRule(kind="loader", own=4, file="/project/train.py", line=7)
         pytest.param({"batch": BatchRule(kind="option", own=4, option="--batch")}, True, id="an option sets it"),
         pytest.param({"config_differences": {"zero_optimization.stage": [1, 0]}}, False, id="code sets the stage"),
         pytest.param({"config_differences": {"zero_optimization.stage": [2, 0]}}, True, id="to the best one"),
-        pytest.param({"config_differences": {"zero_optimization.stage": [1, "auto"]}}, True, id="which was open"),
+        pytest.param({"config_differences": OPEN, "preload": Preload(modules=("accelerate",))}, True, id="if open"),
+        pytest.param({"config_differences": OPEN}, False, id="perhaps also if it was not open"),
         pytest.param({"config_differences": {MICRO: [4, 8]}, "batch": BatchRule(kind="held", own=8)}, True, id="held"),
         pytest.param({"config_differences": {"gradient_accumulation_steps": [4, 1]}}, False, id="code accumulates"),
         pytest.param({"config_differences": {"autotuning.fast": [True, None]}}, True, id="no config keeps autotuning"),

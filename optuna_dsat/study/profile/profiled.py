@@ -150,11 +150,14 @@ class Profiled(Record):
     def _needs_permission(self, spec: StudySpec) -> bool:
         """Return whether DeepSpeed refuses ZeRO with the script's optimizer unless a config allows it."""
         script_values = {key: values[0] for key, values in self.config_differences.items()}
-        library = self.trainer is not None or self._has_accelerate
         config = ds_config.with_values(spec.ds_config, script_values)
-        accepted = (spec.ds_config if library else config).get("zero_allow_untested_optimizer") is True
+        accepted = (spec.ds_config if self._has_library else config).get("zero_allow_untested_optimizer") is True
         uses_zero = ds_config.zero_section(ds_config.effective(config)).get("stage", 0) not in (0, ds_config.AUTO)
         return not (self.profile.optimizer_tested or accepted or uses_zero)
+
+    @property
+    def _has_library(self) -> bool:
+        return self.trainer is not None or self._has_accelerate
 
     @property
     def _has_accelerate(self) -> bool:
@@ -209,14 +212,15 @@ class Profiled(Record):
 
         It does not if the batch size is set in code and not in a settings file with a copy (``settings_written``), if
         code overwrites settings that it has read from the file, or if accelerate treats each rank as a separate job.
+        Libraries overwrite ``"auto"`` alone; a script may set what is ``"auto"`` whatever the file says.
         """
         followed = {*spec.script.arg_mappings, *([ds_config.MICRO_BATCH] if self.batch or self.trainer else [])}
         followed |= {key for key in self.config_differences if key.startswith("autotuning.")}  # never in the best
-        settings = ds_config.flatten(config)
+        settings, filled_in = ds_config.flatten(config), (ds_config.AUTO,) if self._has_library else ()
         overwritten = [
             key
             for key, (value, in_file) in self.config_differences.items()
-            if key not in followed and in_file != ds_config.AUTO and settings.get(key) != value
+            if key not in followed and in_file not in filled_in and settings.get(key) != value
         ]
         return not overwritten and not self._edits(config, settings_written=settings_written)
 

@@ -147,8 +147,9 @@ def follow_batch(spec: StudySpec, rule: BatchRule | None, *, ranks: int) -> Stud
         return spec
     triangle = ds_config.batch_triangle(ds_config.effective(spec.ds_config), world_size=ranks)
     batch = ds_config.batch_overlay(rule.own, triangle.gradient_accumulation_steps) if rule.kind != "config" else {}
-    if batch and isinstance(spec.ds_config.get(ds_config.TRAIN_BATCH), int):  # the script may read it from the file
-        batch[ds_config.TRAIN_BATCH] = rule.own * triangle.gradient_accumulation_steps * ranks
+    if batch and (given := spec.ds_config.get(ds_config.TRAIN_BATCH)):  # the script may read it from the file
+        samples = rule.own * triangle.gradient_accumulation_steps * ranks
+        batch[ds_config.TRAIN_BATCH] = ds_config.AUTO if given == ds_config.AUTO else samples
     config = {key: value for key, value in {**spec.ds_config, **batch}.items() if value is not None}
     script = spec.script.model_copy(
         update={
