@@ -98,6 +98,8 @@ def _script(path: Path) -> tuple[str, str]:
             + (" To run a module, say so with -m." if module_file(str(path), Path.cwd()) else "")
             + (" Write a command without quotes around it." if is_command else "")
         )
+    if path.suffix == ".ipynb":
+        raise UsageError(f"The script {path} is a notebook: export it, by jupyter nbconvert --to script {path}.")
     body = [] if path.suffix in _OF_CONFIGS else python_tree(path, f"The script {path}").body
     is_json = len(body) == 1 and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Dict)
     if path.suffix in _OF_CONFIGS or is_json:

@@ -28,6 +28,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "bucket.json").write_text('{"zero_optimization": {"stage": 2, "reduce_bucket_size": "large"}}')
     (tmp_path / "plain-file").write_text("")
     zipfile.ZipFile(tmp_path / "app.pyz", "w").close()
+    (tmp_path / "train.ipynb").write_text('{"cells": [], "metadata": {}, "nbformat": 4}')
     (tmp_path / "definition.py").write_text("class MyTrial:\n    raise SystemExit('never run')\n")
     (tmp_path / "runs" / "batches-00000004").mkdir(parents=True)
     (tmp_path / "package").mkdir()
@@ -46,6 +47,7 @@ CASES = {
     "script-missing": (["random", "gone.py", "ds.json"], "gone.py does not exist"),
     "script-not-python": (["random", "broken.py", "ds.json"], "not Python (line 1)"),
     "script-is-zipped": (["random", "app.pyz"], "The script app.pyz is a zip archive: unpack it, and name the folder."),
+    "script-is-a-notebook": (["random", "train.ipynb"], "The script train.ipynb is a notebook: export it, by jupyter"),
     "script-is-a-config": (["random", "ds.json"], "The script ds.json is a config. Name the training script first"),
     "config-is-a-script": (["random", "ds.json", "train.py"], "train.py is Python, no config. Name the training scrip"),
     "script-is-a-module": (["random", "package.train", "ds.json"], "To run a module, say so with -m."),
