@@ -6,7 +6,6 @@ import os
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
@@ -183,15 +182,20 @@ def test_a_rank_that_stands_still_before_its_first_step_is_measured_by_earlier_s
         path = stacks_path(folder, 0)
         wait_until(path.exists, what="the rank can be asked for its stacks")
         for now in (1.0, 16.0, 31.0, 34.0):
-            size = path.stat().st_size
+            written = stacks_in(path)
             rank.launch.advance(now)
             if stalled and now in (16.0, 31.0):
-                wait_until(lambda: path.stat().st_size > size, what="the stacks are written")  # noqa: B023 - at once
+                wait_until(lambda: stacks_in(path) > written, what="the stacks are written")  # noqa: B023 - at once
         stop = rank.launch.stop_reason
         assert (stop is not None and stop.outcome is Outcome.STALLED) is stalled
     finally:
         kill_leftovers(rank.mark)
         rank.agent.wait()
+
+
+def stacks_in(path: Path) -> int:
+    """Return how often the stacks of a script were written to their ends."""
+    return path.read_text(encoding="ascii").count(" in <module>\n")
 
 
 def child_of(pid: int) -> psutil.Process:
@@ -257,11 +261,9 @@ from pathlib import Path
 from optuna_dsat.runtime.user_code import register_stacks
 register_stacks(Path(sys.argv[1]), 0)
 def first():
-    print("ready", flush=True)
-    sys.stdin.readline()
+    print("ready", flush=True), sys.stdin.readline()  # in a line, which the stacks name
 def second():
-    print("moved", flush=True)
-    sys.stdin.readline()
+    print("moved", flush=True), sys.stdin.readline()
 first()
 second()
 """
@@ -283,7 +285,7 @@ def test_ranks_stand_still_if_the_stacks_of_all_of_them_stay_the_same(
         assert process.stdout.readline() == "ready\n"
         key = ProcessKey.of(process.pid)
         assert key is not None
-        watch = StackWatch(tmp_path)
+        watch, path = StackWatch(tmp_path), stacks_path(tmp_path, 0)
         ranks = dict.fromkeys(range(2 if unasked else 1), key)  # rank 1 has no file, and so cannot be asked
 
         def ask() -> Collection[int]:
@@ -291,11 +293,10 @@ def test_ranks_stand_still_if_the_stacks_of_all_of_them_stay_the_same(
             return ranks
 
         def look(now: float) -> bool:
-            size = stacks_path(tmp_path, 0).stat().st_size
+            written = stacks_in(path)
             result = watch.stand_still(now, silent_since=0.0, limit_s=30.0, ask=ask)
             if now in (15.0, 30.0):
-                wait_until(lambda: stacks_path(tmp_path, 0).stat().st_size > size, what="the stacks are written")
-            time.sleep(0.1)
+                wait_until(lambda: stacks_in(path) > written, what="the stacks are written")
             return result
 
         assert not any(map(look, (1.0, 15.0)))

@@ -68,13 +68,25 @@ def dead() -> dict[str, object]:
     return {"pid": 2**22 + 1, "worker": "gone:1"}
 
 
+def beat_of(store: Store) -> float:
+    with store._database.engine.connect() as connection:
+        return float(connection.execute(select(HeartbeatRow.beat_at)).scalar_one())
+
+
 def test_a_living_worker_keeps_its_trial_beyond_the_grace_period(store: Store) -> None:
     study_uuid, study = start(store)
     run_trial(store, study, study_uuid)
-    end = time.monotonic() + 1.6
-    while time.monotonic() < end:
-        assert store.reclaim_stale(study) == ()
-        time.sleep(0.1)
+    now = [100.0]
+    strict = Reclaimer(store._database, store.storage, study_uuid, grace_s=0.0, interval_s=5.0, clock=lambda: now[0])
+    for _ in range(2):
+        assert strict.reclaim(study) == ()
+        seen = beat_of(store)
+        wait_until(lambda: beat_of(store) > seen, what="its heartbeat is renewed")  # noqa: B023 - called at once
+        now[0] += 100.0
+    assert strict.reclaim(study) == ()
+    store.heartbeat.close()
+    now[0] += 100.0
+    assert strict.reclaim(study) == (0,), "without a heartbeat, it is lost"
 
 
 def test_a_dead_process_on_this_machine_loses_its_trial_at_once(store: Store) -> None:
