@@ -155,13 +155,6 @@ def test_a_list_that_names_no_gpu_means_the_cpu_and_says_so(machine: Machine) ->
     assert "CUDA_VISIBLE_DEVICES names no GPU: launches run on the CPU." in result.notices
 
 
-def test_a_driver_that_shows_no_gpu_means_the_cpu_and_says_so(machine: Machine) -> None:
-    machine.has()
-    result = machine.detect()
-    assert result.kind == "cpu"
-    assert "shows no GPU" in result.notices[0]
-
-
 def test_without_uuids_gpus_are_named_by_their_numbers(machine: Machine) -> None:
     machine.gpus(3)
     machine.gets(f"refuse nvmlDeviceGetUUID {NOT_SUPPORTED}", f"refuse nvmlDeviceGetName {GPU_IS_LOST} 0")
@@ -186,12 +179,20 @@ def test_parts_of_gpus_are_taken_one_a_launch(machine: Machine) -> None:
     assert pool.take(1).devices[0].visible_id == PARTS[1]
 
 
-def test_a_silent_driver_is_an_error_whose_version_mismatch_is_named(machine: Machine) -> None:
+def test_a_silent_driver_is_an_error_and_one_that_is_not_loaded_means_the_cpu(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     machine.gets("refuse nvmlInit 18")
     with pytest.raises(NvmlError, match="nvmlInit: RM has detected an NVML/RM version mismatch") as caught:
         machine.nvml()
     with pytest.raises(DeviceError, match="loaded but does not answer"):
         devices_module._without_nvml(caught.value)
+    machine.loses("refuse nvmlInit 18")
+    machine.gets("refuse nvmlInit 9")
+    monkeypatch.setattr(devices_module, "_DRIVER", tmp_path / "none")
+    with pytest.raises(NvmlError) as caught:
+        machine.nvml()
+    assert "Driver Not Loaded" in devices_module._without_nvml(caught.value)[0]
 
 
 @pytest.mark.parametrize(
@@ -224,16 +225,6 @@ def test_a_driver_without_nvmls_library_names_what_the_container_lacks(
         return
     notices = devices_module._without_nvml(caught.value)
     assert [str(said) in notice for notice in notices] == ([] if said is None else [True])
-
-
-def test_a_driver_that_is_not_loaded_means_the_cpu_and_says_so(
-    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(devices_module, "_DRIVER", tmp_path / "none")
-    machine.gets("refuse nvmlInit 9")
-    with pytest.raises(NvmlError) as caught:
-        machine.nvml()
-    assert "Driver Not Loaded" in devices_module._without_nvml(caught.value)[0]
 
 
 def test_the_loader_finds_the_machine_as_it_finds_a_real_one(machine: Machine) -> None:

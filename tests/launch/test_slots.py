@@ -49,13 +49,19 @@ def test_no_gpu_means_two_ranks_on_the_cpu(machine: Machine) -> None:
     machine.has()
     result = machine.detect()
     assert (result.kind, result.indices) == ("cpu", (0, 1))
+    assert "shows no GPU" in result.notices[0]
     assert result.devices[0].memory_bytes == result.host_memory_bytes // 2
     assert result.host_memory_bytes == host_memory_bytes() > 0
 
 
-def test_cpu_ranks_must_be_positive() -> None:
+def test_numbers_of_ranks_and_slots_are_positive() -> None:
     with pytest.raises(UsageError, match="--cpu-ranks"):
         cpu_devices(0)
+    for slots in (0, -1):
+        with pytest.raises(RuntimeError, match="asks for"):
+            SlotPool(cpu_devices(2)).take(slots)
+    with pytest.raises(UsageError, match="--max-slots is at least 1; got 0"):
+        SlotPool(cpu_devices(1), max_slots=0)
 
 
 def test_cpu_slots_are_taken_and_given_back() -> None:
@@ -77,14 +83,6 @@ def test_max_slots_bounds_what_is_in_use() -> None:
     assert (pool.total, pool.free) == (3, 3)
     pool.take(2)
     assert pool.free == 1
-    with pytest.raises(UsageError, match="--max-slots is at least 1; got 0"):
-        SlotPool(cpu_devices(1), max_slots=0)
-
-
-@pytest.mark.parametrize("slots", [0, -1])
-def test_a_launch_takes_at_least_one_slot(slots: int) -> None:
-    with pytest.raises(RuntimeError, match="asks for"):
-        SlotPool(cpu_devices(2)).take(slots)
 
 
 def test_gpus_in_use_by_others_are_left_alone(gpus: Machine) -> None:

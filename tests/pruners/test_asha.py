@@ -28,19 +28,11 @@ def test_a_ladder_worked_by_hand(kit: SimpleNamespace) -> None:
     # bucket 2 shows 50 -> of two that completed rung 1 one goes on, bucket 2.
     trials = [kit.trial(8, 10.0 * (i + 1), bucket=i) for i in range(4)]
     trials += [kit.trial(12, 45.0, bucket=3), kit.trial(12, 50.0, bucket=2)]
-    study = kit.study(AshaPruner(), trials)
-    lineages = group(study.trials)
-    first, second, third = build_rungs(lineages, rungs=THREE, direction=StudyDirection.MAXIMIZE)
-    assert sorted(buckets(first, lineages)) == [2, 3]
-    assert buckets(second, lineages) == [2]
-    assert third == frozenset()
-
-
-def test_ranking_counts_only_the_launches_of_the_rung(kit: SimpleNamespace) -> None:
-    trials = [kit.trial(8, 10.0, bucket=0), kit.trial(8, 20.0, bucket=1), kit.trial(12, 99.0, bucket=0)]
-    lineages = group(kit.study(AshaPruner(), trials).trials)
-    first, *_ = build_rungs(lineages, rungs=THREE, direction=StudyDirection.MAXIMIZE)
-    assert sorted(buckets(first, lineages)) == [0, 1]  # bucket 0 had gone on before
+    late = [kit.trial(8, 10.0, bucket=0), kit.trial(8, 20.0, bucket=1), kit.trial(12, 99.0, bucket=0)]
+    for launched, expected in ((trials, [[2, 3], [2], []]), (late, [[0, 1], [], []])):  # 0 had gone on before
+        lineages = group(kit.study(AshaPruner(), launched).trials)
+        rungs = build_rungs(lineages, rungs=THREE, direction=StudyDirection.MAXIMIZE)
+        assert [sorted(buckets(rung, lineages)) for rung in rungs] == expected
 
 
 def test_one_that_waited_is_promoted_when_the_rung_grows(kit: SimpleNamespace) -> None:
@@ -57,46 +49,31 @@ def test_one_that_waited_is_promoted_when_the_rung_grows(kit: SimpleNamespace) -
     assert buckets(pruner.continuable(study, lineages), lineages) == [1]  # now second of four
 
 
-def test_the_highest_rung_goes_first_then_the_longest(kit: SimpleNamespace) -> None:
-    pruner = AshaPruner(min_binary_search_trials=2)
-    trials = [kit.trial(8 + n, 50.0, bucket=0) for n in range(2)]  # completed rung 0, best of two: goes on
-    trials += [kit.trial(8 + n, 40.0, bucket=1) for n in range(2)]  # completed rung 0, waits
-    trials += [kit.trial(8, 20.0, bucket=2), kit.trial(8, 30.0, bucket=3)]  # in rung 0
-    study = kit.study(pruner, trials)
+@pytest.mark.parametrize(
+    ("pruner", "launches", "direction", "continuable"),
+    [
+        # 0 and 1 completed rung 0, whose best of two goes on; 2 and 3 are in rung 0
+        ({"min_binary_search_trials": 2}, [(0, 8, 50), (0, 9, 50), (1, 8, 40), (1, 9, 40), (2, 8, 20), (3, 8, 30)],
+         "maximize", [0, 2, 3]),
+        ({}, [(0, 1, "oom"), (1, 8, 40), (1, 9, 40), (1, 10, 40)], "maximize", [1]),
+        # A rate grows at most in proportion to the micro-batch, which ends at 64: 49 become 98 at most
+        ({}, [(0, 32, 100), (1, 32, 49), (2, 32, 51)], "maximize", [0, 2]),
+        ({"max_rungs": 1, "min_binary_search_trials": 1}, [(0, 8, 50), (1, 8, 40), (2, 8, "broken")], "maximize", []),
+        ({"min_binary_search_trials": 1}, [(0, 8, 10), (1, 8, 5)], "minimize", [1]),
+    ],
+    ids=["highest rung first, then the longest", "bisection that ended", "cannot win", "top rung, broken", "minimize"],
+)  # fmt: skip
+def test_of_each_rung_the_best_are_continued_and_those_that_have_not_completed_it(
+    kit: SimpleNamespace,
+    pruner: dict[str, int],
+    launches: list[tuple[int, int, Any]],
+    direction: str,
+    continuable: list[int],
+) -> None:
+    trials = [kit.trial(size, result, bucket=bucket) for bucket, size, result in launches]
+    study = kit.study(AshaPruner(**pruner), trials, direction)
     lineages = group(study.trials)
-    assert buckets(pruner.continuable(study, lineages), lineages) == [0, 2, 3]
-
-
-def test_a_bisection_that_ended_early_has_completed_its_rung(kit: SimpleNamespace) -> None:
-    pruner = AshaPruner()
-    trials = [kit.trial(1, kit.OOM, bucket=0)]
-    trials += [kit.trial(8 + n, 40.0, bucket=1) for n in range(3)]
-    study = kit.study(pruner, trials)
-    lineages = group(study.trials)
-    assert buckets(pruner.continuable(study, lineages), lineages) == [1]
-
-
-def test_what_cannot_win_has_completed_its_rung(kit: SimpleNamespace) -> None:
-    trials = [kit.trial(32, value, bucket=bucket) for bucket, value in enumerate((100.0, 49.0, 51.0))]
-    study = kit.study(AshaPruner(), trials)
-    lineages = group(study.trials)
-    # A rate grows at most in proportion to the micro-batch, which ends at 64: 49 samples per second become 98 at most.
-    assert buckets(study.pruner.continuable(study, lineages), lineages) == [0, 2]
-
-
-def test_the_top_rung_is_never_left_and_broken_ones_are_out(kit: SimpleNamespace) -> None:
-    pruner = AshaPruner(max_rungs=1, min_binary_search_trials=1)
-    trials = [kit.trial(8, 50.0, bucket=0), kit.trial(8, 40.0, bucket=1), kit.trial(8, kit.BROKEN, bucket=2)]
-    study = kit.study(pruner, trials)
-    assert pruner.continuable(study, group(study.trials)) == []
-
-
-def test_smaller_is_better_when_minimizing(kit: SimpleNamespace) -> None:
-    pruner = AshaPruner(min_binary_search_trials=1)
-    trials = [kit.trial(8, 10.0, bucket=0), kit.trial(8, 5.0, bucket=1)]
-    study = kit.study(pruner, trials, "minimize")
-    lineages = group(study.trials)
-    assert buckets(pruner.continuable(study, lineages), lineages) == [1]
+    assert buckets(study.pruner.continuable(study, lineages), lineages) == continuable
 
 
 def test_a_waiting_lineage_is_vetoed_unless_enqueued(kit: SimpleNamespace) -> None:

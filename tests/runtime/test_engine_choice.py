@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -66,39 +67,24 @@ def test_a_method_is_put_back_as_it_was() -> None:
 
 
 @pytest.mark.torchrun
-def test_a_reference_model_that_is_made_first_is_not_measured(start: Starter, warm_ranks: WarmRanks) -> None:
-    overlay = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 3}}
-    launch = start.torchrun("several_engines.py", "reference", str(start.user_config), overlay=overlay, warm=warm_ranks)
+@pytest.mark.parametrize(
+    ("built", "overlay", "stages"),
+    [
+        ("reference", {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 3}}, [3, 3]),  # comes first
+        ("folds", {}, [2, 2]),  # steps go on with the next
+        ("class", {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 2}}, [2]),  # past initialize
+    ],
+)
+def test_of_several_engines_the_one_that_trains_is_measured_with_the_trials_config(
+    start: Starter, warm_ranks: WarmRanks, built: str, overlay: dict[str, Any], stages: list[int]
+) -> None:
+    launch = start.torchrun("several_engines.py", built, str(start.user_config), overlay=overlay, warm=warm_ranks)
     assert launch.exit_code == 0, launch.output + launch.log("stderr")
     for rank in RANKS:
-        assert len(launch.of(EngineReady, rank)) == 2
+        assert [engine.zero_stage for engine in launch.of(EngineReady, rank)] == stages
         steps = launch.of(StepMeasured, rank)
         assert [step.step for step in steps] == [1, 2, 3, 4, 5]
-        assert {step.observed_micro_batch for step in steps} == {3}
-    assert "trained to its end" not in launch.log("stdout")
-
-
-@pytest.mark.torchrun
-def test_steps_go_on_with_the_next_fold(start: Starter, warm_ranks: WarmRanks) -> None:
-    launch = start.torchrun("several_engines.py", "folds", str(start.user_config), overlay={}, warm=warm_ranks)
-    assert launch.exit_code == 0, launch.output + launch.log("stderr")
-    for rank in RANKS:
-        assert len(launch.of(EngineReady, rank)) == 2
-        assert [step.step for step in launch.of(StepMeasured, rank)] == [1, 2, 3, 4, 5]
-    assert "trained to its end" not in launch.log("stdout")
-
-
-@pytest.mark.torchrun
-def test_an_engine_that_is_built_by_its_class_has_the_trials_config_and_is_measured(
-    start: Starter, warm_ranks: WarmRanks
-) -> None:
-    overlay = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 2}}
-    launch = start.torchrun("several_engines.py", "class", str(start.user_config), overlay=overlay, warm=warm_ranks)
-    assert launch.exit_code == 0, launch.output + launch.log("stderr")
-    for rank in RANKS:
-        (engine,) = launch.of(EngineReady, rank)
-        assert engine.zero_stage == 2
-        assert {step.observed_micro_batch for step in launch.of(StepMeasured, rank)} == {3}
+        assert {step.observed_micro_batch for step in steps} == {overlay.get("train_micro_batch_size_per_gpu", 2)}
     assert "trained to its end" not in launch.log("stdout")
 
 
