@@ -38,17 +38,19 @@ def stay_in(folder: str | Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shell, "_left", [Path(folder)])
 
 
-def spec(*, is_module: bool = False, device: str = "cuda") -> StudySpec:
-    script = {
+def spec(*, is_module: bool = False, device: str = "cuda", typed: str = "", **script: Any) -> StudySpec:
+    plain = {
         "script": "package.train" if is_module else "/project/train.py",
         "is_module": is_module,
         "args": ("--deepspeed_config", "ds.json"),
         "cwd": "/project",
         "config_path": "/project/ds.json",
     }
-    return make_spec(
-        name="s", method="random", script=script, ds_config={}, device=device, slots_per_trial=4, output_dir="/out"
+    result = make_spec(
+        name="s", method="random", script=plain, ds_config={}, device=device, slots_per_trial=4, output_dir="/out"
     )
+    changed = result.script.model_copy(update=script)
+    return result.model_copy(update={"script": changed, **({"train_launcher": typed} if typed else {})})
 
 
 @pytest.mark.parametrize(
@@ -65,25 +67,20 @@ def test_a_settings_file_whose_keys_arguments_override_is_told_the_config(
     (tmp_path / "ds.json").write_text(json.dumps(own))
     (tmp_path / "run.yaml").write_text("batch_size: 2\ndata: inputs\ntrainer: {deepspeed: ds.json}\n")
     (tmp_path / "inputs").mkdir()  # a copy of the file elsewhere may not find it
-    script = spec().script.model_copy(
-        update={
-            "args": ("run.yaml",),
-            "cwd": str(tmp_path),
-            "config_path": str(tmp_path / "ds.json"),
-            "arg_mappings": {"train_micro_batch_size_per_gpu": option},
-        }
+    result = spec(
+        args=("run.yaml",),
+        cwd=str(tmp_path),
+        config_path=str(tmp_path / "ds.json"),
+        arg_mappings={"train_micro_batch_size_per_gpu": option},
     )
-    result = spec().model_copy(update={"script": script})
     command, names_config = training_command(result, {**own, "train_micro_batch_size_per_gpu": 8}, BEST)
     assert names_config == option.endswith("=")
     assert set(command.partition("train.py ")[2].split()) == set(end.split())
 
 
 def test_a_script_that_reads_its_rank_as_under_srun_is_trained_by_our_command_on_nodes_too(tmp_path: Path) -> None:
-    as_srun = {"script": spec().script.model_copy(update={"environment": {"SLURM_PROCID": "$RANK", "A": "1"}})}
-    command = command_to_train(
-        spec().model_copy(update=as_srun), {MICRO: 8}, profiled=profiled_of(), host_threads=None, storage=STORAGE
-    )
+    as_srun = spec(environment={"SLURM_PROCID": "$RANK", "A": "1"})
+    command = command_to_train(as_srun, {MICRO: 8}, profiled=profiled_of(), host_threads=None, storage=STORAGE)
     assert command == f"optuna-dsat train s --storage {STORAGE}"
     nodes = spec_of(tmp_path, on="slurm", nodes_per_trial=2, slots_per_trial=4)
     srun, inner = cluster_training_command(nodes, settings=["SLURM_PROCID=$RANK", "A=1"], words=["-m", "x"]).split(
@@ -96,22 +93,44 @@ def test_a_script_that_reads_its_rank_as_under_srun_is_trained_by_our_command_on
     assert " --node_rank $SLURM_PROCID " in script
 
 
+TORCHRUN, DEEPSPEED = "torchrun --nproc_per_node 4", "deepspeed --num_gpus 4"
+LAUNCH = "python -m torch.distributed.launch --nproc_per_node 4"
+CONFIG = f"--deepspeed_config {BEST}"
+
+
 @pytest.mark.parametrize(
-    ("is_module", "rank_option", "start"),
+    ("own", "facts", "command"),
     [
-        (False, "", "torchrun --nproc_per_node 4 /project/train.py"),
-        (True, "", "torchrun --nproc_per_node 4 -m package.train"),
-        (False, "--local_rank", "deepspeed --num_gpus 4 /project/train.py"),
-        (True, "--local_rank", "deepspeed --num_gpus 4 --module package.train"),
-        (False, "--local-rank", "python -m torch.distributed.launch --nproc_per_node 4 /project/train.py"),
+        # as its options expect
+        ({}, {}, f"{TORCHRUN} /project/train.py {CONFIG}"),
+        ({"is_module": True}, {}, f"{TORCHRUN} -m package.train {CONFIG}"),
+        ({}, {"takes_local_rank": "--local_rank"}, f"{DEEPSPEED} /project/train.py {CONFIG}"),
+        (*({"is_module": True}, {"takes_local_rank": "--local_rank"}), f"{DEEPSPEED} --module package.train {CONFIG}"),
+        ({}, {"takes_local_rank": "--local-rank"}, f"{LAUNCH} /project/train.py {CONFIG}"),
+        # with the launcher that was typed
+        ({"typed": "torchrun"}, {"takes_local_rank": "--local_rank"}, f"{TORCHRUN} /project/train.py {CONFIG}"),
+        ({"typed": "torchrun"}, {"takes_local_rank": "--local-rank"}, f"{TORCHRUN} /project/train.py {CONFIG}"),
+        ({"typed": "deepspeed"}, {}, f"{DEEPSPEED} --no_local_rank /project/train.py {CONFIG}"),
+        ({"typed": "deepspeed"}, {"takes_local_rank": "--local_rank"}, f"{DEEPSPEED} /project/train.py {CONFIG}"),
+        # without one, where the script started its ranks
+        ({}, {"takes_local_rank": True, "starts_ranks": True}, f"python /project/train.py {CONFIG}"),
+        (*({"is_module": True}, {"starts_ranks": True}), f"python -m package.train {CONFIG}"),
+        # past a separator, where torchrun takes an option of the script for two of its own
+        ({"args": ("--run", "a")}, {}, f"{TORCHRUN} -- /project/train.py --run a"),
+        ({"args": ("--log=b",)}, {}, f"{TORCHRUN} -- /project/train.py --log=b"),
+        ({"args": ("--run_name", "a", "--log-dir", "b", "--tee")}, {}, f"{TORCHRUN} /project/train.py --run_name a"),
+        # the best config takes the place of a name
+        (
+            *({"args": ("--deepspeed", "zero2", "--lr", "1"), "config_path": ""}, {"config_option": "--deepspeed"}),
+            f"{TORCHRUN} /project/train.py --deepspeed {BEST} --lr 1",
+        ),
     ],
 )
-def test_the_command_starts_the_script_as_its_options_expect(is_module: bool, rank_option: str, start: str) -> None:
-    command, names_config = training_command(
-        spec(is_module=is_module), {}, BEST, profiled=profiled_of(takes_local_rank=rank_option)
-    )
-    assert names_config
-    assert command == f"{start} --deepspeed_config {BEST}"
+def test_the_command_starts_the_script_as_it_expects(own: dict[str, Any], facts: dict[str, Any], command: str) -> None:
+    result, names_config = training_command(spec(**own), {}, BEST, profiled=profiled_of(**facts))
+    assert result.startswith(command)
+    assert names_config == (str(BEST) in command)
+    assert result == command or not names_config
 
 
 def test_the_launcher_of_deepspeed_gives_ranks_their_own_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,38 +142,6 @@ def test_the_launcher_of_deepspeed_gives_ranks_their_own_cores(monkeypatch: pyte
         made[found] = command_to_train(own, bound, profiled=profiled, host_threads=None, storage="sqlite:///s.db")
     assert "optuna-dsat train s" in made[None]
     assert "deepspeed --num_gpus 4 --bind_cores_to_rank /project/train.py" in made["/usr/bin/numactl"]
-
-
-@pytest.mark.parametrize(
-    ("typed", "rank_option", "start"),
-    [
-        ("torchrun", "--local_rank", "torchrun --nproc_per_node 4"),
-        ("torchrun", "--local-rank", "torchrun --nproc_per_node 4"),
-        ("deepspeed", "", "deepspeed --num_gpus 4 --no_local_rank"),
-        ("deepspeed", "--local_rank", "deepspeed --num_gpus 4"),
-    ],
-)
-def test_the_command_starts_with_the_launcher_that_was_typed(typed: str, rank_option: str, start: str) -> None:
-    typed_spec = spec().model_copy(update={"train_launcher": typed})
-    command, _ = training_command(typed_spec, {}, BEST, profiled=profiled_of(takes_local_rank=rank_option))
-    assert command.startswith(f"{start} /project/train.py ")
-
-
-@pytest.mark.parametrize(
-    ("args", "start"),
-    [
-        (("--run", "a"), "torchrun --nproc_per_node 4 -- /project/train.py --run a"),
-        (("--log=b",), "torchrun --nproc_per_node 4 -- /project/train.py --log=b"),
-        (("--run_name", "a", "--log-dir", "b", "--tee"), "torchrun --nproc_per_node 4 /project/train.py --run_name a"),
-    ],
-)
-def test_an_option_of_the_script_that_torchrun_takes_for_two_of_its_own_follows_a_separator(
-    args: tuple[str, ...], start: str
-) -> None:
-    result = spec()
-    script = result.script.model_copy(update={"args": args})
-    command, _ = training_command(result.model_copy(update={"script": script}), {}, BEST)
-    assert command.startswith(start)
 
 
 @pytest.mark.parametrize(
@@ -171,20 +158,8 @@ def test_a_script_that_says_where_its_ranks_meet_is_started_so_that_it_trains(
     stay_in(tmp_path, monkeypatch)
     (tmp_path / "train.py").write_text("import setup_ranks\n")
     (tmp_path / "setup_ranks.py").write_text(source)
-    result = spec()
-    script = result.script.model_copy(update={"script": str(tmp_path / "train.py"), "cwd": str(tmp_path)})
-    command, _ = training_command(result.model_copy(update={"script": script}), {}, BEST)
+    command, _ = training_command(spec(script=str(tmp_path / "train.py"), cwd=str(tmp_path)), {}, BEST)
     assert command.startswith(f"{start} {tmp_path}/train.py ")
-
-
-@pytest.mark.parametrize(
-    ("is_module", "start"), [(False, "python /project/train.py"), (True, "python -m package.train")]
-)
-def test_a_script_that_started_its_ranks_is_started_without_a_launcher(is_module: bool, start: str) -> None:
-    command, _ = training_command(
-        spec(is_module=is_module), {}, BEST, profiled=profiled_of(takes_local_rank=True, starts_ranks=True)
-    )
-    assert command == f"{start} --deepspeed_config {BEST}"
 
 
 def test_an_argument_that_the_script_does_not_read_names_no_config() -> None:
@@ -193,14 +168,6 @@ def test_an_argument_that_the_script_does_not_read_names_no_config() -> None:
     )
     assert command.endswith(f"--deepspeed_config {BEST}")
     assert not names_config
-
-
-def test_a_name_in_the_place_of_a_config_gives_way_to_the_best() -> None:
-    script = spec().script.model_copy(update={"args": ("--deepspeed", "zero2", "--lr", "1"), "config_path": ""})
-    result = spec().model_copy(update={"script": script})
-    command, names_config = training_command(result, {}, BEST, profiled=profiled_of(config_option="--deepspeed"))
-    assert names_config
-    assert command.endswith(f"train.py --deepspeed {BEST} --lr 1")
 
 
 def test_a_command_runs_in_its_folder_with_the_programs_of_its_environment(
