@@ -332,25 +332,26 @@ def test_a_rank_that_is_stopped_between_two_trials_is_found(run: Run, launcher: 
 def test_a_profile_and_a_pruned_trial_leave_their_ranks_to_the_next_and_what_is_ordered_can_be_stopped(
     launcher: TorchrunLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow = ("--step-s", "0.1")  # the second is stopped before its last step
+    waiting = ("--wait-for", str(tmp_path / "stopped"))  # the second is stopped before its last step
     monkeypatch.setattr(launcher, "_longest_start_s", 60.0)  # the steps left may take that long on a busy machine
-    profile = replace(trial(tmp_path, "profile", *slow, size=1), purpose="profile")
+    profile = replace(trial(tmp_path, "profile", *waiting, size=1), purpose="profile")
     launcher.start(profile)
     assert reports(updates_until_finished(launcher))[profile.launch_id].outcome is Outcome.MEASURED
-    pruned = trial(tmp_path, "pruned", *slow, size=4, end_profile_step=8)
+    pruned = trial(tmp_path, "pruned", *waiting, size=4, end_profile_step=8)
     launcher.start(pruned)
     seen = updates_until(launcher, lambda seen: events(seen, StepMeasured))
     launcher.stop(pruned.launch_id)
+    (tmp_path / "stopped").touch()
     report = reports([*seen, *updates_until_finished(launcher)])[pruned.launch_id]
     assert (report.outcome, report.root) == (Outcome.PRUNED, profile.launch_id)
-    second = trial(tmp_path, "second", *slow, size=2)
+    second = trial(tmp_path, "second", *waiting, size=2)
     launcher.start(second)
     assert reports(updates_until_finished(launcher))[second.launch_id].root == profile.launch_id
-    stopped = trial(tmp_path, "stopped", *slow, size=8)
+    stopped = trial(tmp_path, "stopped", *waiting, size=8)
     launcher.start(stopped)
     launcher.stop(stopped.launch_id)
     assert reports(updates_until_finished(launcher))[stopped.launch_id].outcome is Outcome.PRUNED
-    launcher.start(trial(tmp_path, "last", *slow, size=2))
+    launcher.start(trial(tmp_path, "last", *waiting, size=2))
     updates = updates_until_finished(launcher)
     assert sizes(events(updates, StepMeasured)) == {2}
     assert {event.train_micro_batch_size_per_gpu for event in events(updates, EngineReady)} == {2}

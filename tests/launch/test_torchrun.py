@@ -166,7 +166,7 @@ def test_a_launch_follows_one_that_is_settled_and_a_waiting_one_can_be_stopped(
     warm_launcher: TorchrunLauncher, cwd: Path
 ) -> None:
     launcher = warm_launcher
-    launcher.start(request(cwd, launch_id="first", script=STUB, args=("--exit-s", "2")))
+    launcher.start(request(cwd, launch_id="first", script=STUB, args=("--exit-with", str(cwd / "exit"))))
     with pytest.raises(SlotsBusyError):
         launcher.start(request(cwd, launch_id="too-early", script=STUB))
     assert settled(launcher).report.outcome is Outcome.MEASURED
@@ -181,6 +181,7 @@ def test_a_launch_follows_one_that_is_settled_and_a_waiting_one_can_be_stopped(
     assert launcher.run_directory("second").config.exists()
     with pytest.raises(SlotsBusyError):
         launcher.start(request(cwd, launch_id="third", script=STUB))
+    (cwd / "exit").touch()
     ended = reports(updates_until_finished(launcher, 3))
     assert {name: report.outcome for name, report in ended.items()} == {
         "first": "measured",

@@ -6,6 +6,7 @@ import argparse
 import os
 import subprocess
 import time
+from pathlib import Path
 
 import deepspeed
 import torch
@@ -72,7 +73,7 @@ def main() -> None:
     parser.add_argument("--data", default="loader", choices=("loader", "stream", "batches", "fixed", "once"))
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--epochs", type=int, default=100)
-    parser.add_argument("--step-s", type=float, default=0.0)
+    parser.add_argument("--wait-for", default="", help="after a step of another size, wait until this file exists")
     parser.add_argument("--out-of-memory-size", type=int, default=0)
     parser.add_argument("--touch", default="", help="have a subprocess make this file")
     parser.add_argument("--accelerate", type=int, default=0, help="train with accelerate, with these passes in a step")
@@ -104,8 +105,9 @@ def main() -> None:
             if len(inputs) == args.out_of_memory_size and int(os.environ["RANK"]) == 1:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
             engine.backward(engine(inputs).square().mean())
-            time.sleep(args.step_s)
             engine.step()
+            while args.wait_for and len(inputs) != size and not Path(args.wait_for).exists():
+                time.sleep(0.02)
 
 
 if __name__ == "__main__":

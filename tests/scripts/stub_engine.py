@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--at", type=int, default=2)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--step-s", type=float, default=0.0)
-    parser.add_argument("--exit-s", type=float, default=0.0, help="seconds from the last step to the exit")
+    parser.add_argument("--exit-with", default="", help="after the last step, wait until this file exists")
     parser.add_argument("--orphan", action="store_true", help="leave a grandchild behind that outlives its parent")
     parser.add_argument("--daemon", default="", help="have a daemon of no environment that writes its number here")
     args = parser.parse_args()
@@ -66,7 +66,8 @@ def main() -> None:
         )  # fmt: skip
         if plan.end_profile_step is not None and step >= plan.end_profile_step:
             writer.write(RankFinished(rank=rank, time=time.time(), reason="profile_done", steps=step))
-            time.sleep(args.exit_s)
+            while args.exit_with and not Path(args.exit_with).exists():
+                time.sleep(0.02)
             os._exit(0)
 
 
