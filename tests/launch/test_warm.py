@@ -162,8 +162,14 @@ def test_processes_of_the_script_s_own_work_in_a_fork_and_leave_nothing(
     assert [event.forked for event in events(updates, RankStarted)] == [True, True]
     assert {*launch_tmp.iterdir()} == files
     assert descendants() == processes
-    shared = [path for path in SHARED_MEMORY.glob("torch_*") if path.stat().st_mtime > report.started_at]
-    assert [path for path in shared if ProcessKey.of(int(path.name.split("_")[1])) is None] == []
+    assert not [path for path in SHARED_MEMORY.glob("torch_*") if is_left(path, since=report.started_at)]
+
+
+def is_left(path: Path, *, since: float) -> bool:
+    """Return whether a file of torch was made by a process that is gone; tests beside this one make and remove some."""
+    with contextlib.suppress(FileNotFoundError):
+        return path.stat().st_mtime > since and ProcessKey.of(int(path.name.split("_")[1])) is None and path.exists()
+    return False
 
 
 def test_a_rank_that_dies_is_explained_by_torchrun(warm_launcher: TorchrunLauncher, folder: Path) -> None:
