@@ -16,6 +16,7 @@ from optuna_dsat.launch.machine.nvml import DeviceError
 from optuna_dsat.launch.protocol import Holder, LaunchRequest, LaunchUpdate, SlotsBusyError
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.store import Store
+from optuna_dsat.study import folder as study_folder
 from optuna_dsat.study.folder import MARK, held_folder
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.trials import attributes
@@ -88,6 +89,7 @@ def launched(bench: StudyBench) -> list[str]:
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follow, "_RETRY_S", 0.0)
     monkeypatch.setattr(follow, "_QUIET_S", 0.0)
+    monkeypatch.setattr(study_folder, "_PAUSE_S", 0.0)
 
 
 def test_a_search_says_for_whom_it_waits_and_then_goes_on(bench: StudyBench) -> None:
