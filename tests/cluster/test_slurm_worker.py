@@ -38,18 +38,6 @@ def state(slurm: SlurmCluster, job: str) -> dict[str, str]:
     return dict(re.findall(r"(\w+)=(\S+)", slurm.ask("scontrol", "show", "job", job)))
 
 
-def test_a_worker_that_makes_room_is_queued_again(slurm: SlurmCluster, tmp_path: Path) -> None:
-    job = submit(slurm, tmp_path, ends="")
-    given = tmp_path / "given"
-    wait_until(given.exists, what="the worker runs")
-    slurm.ask("scancel", "--batch", "--signal=TERM", job)
-    again = {"Restarts": "1", "JobState": "PENDING"}
-    wait_until(lambda: again.items() <= state(slurm, job).items(), what="the job is queued again")
-    assert given.read_text().splitlines() == ["worker llama --workdir two words", "stopped"]
-    slurm.ask("scancel", job)
-    wait_until(lambda: not slurm.jobs, what="no job is left")
-
-
 @pytest.mark.parametrize(("code", "expected"), [("0", "COMPLETED"), ("3", "FAILED")])
 def test_a_worker_that_ends_by_itself_ends_its_job(
     slurm: SlurmCluster, tmp_path: Path, code: str, expected: str
@@ -83,11 +71,13 @@ def test_a_worker_that_slurm_itself_queues_again_is_so_once(slurm: SlurmCluster,
 
 def test_of_an_array_the_worker_that_makes_room_is_queued_again_alone(slurm: SlurmCluster, tmp_path: Path) -> None:
     job = submit(slurm, tmp_path, "--array=1-2", ends="")
-    given = tmp_path / "given"
-    wait_until(lambda: given.exists() and len(given.read_text().splitlines()) == 2, what="both workers run")
+    given, worker = tmp_path / "given", "worker llama --workdir two words"
+    wait_until(lambda: given.exists() and given.read_text().splitlines() == [worker] * 2, what="both workers run")
     slurm.ask("scancel", "--batch", "--signal=TERM", f"{job}_2")
-    wait_until(lambda: state(slurm, f"{job}_2").get("Restarts") == "1", what="one job is queued again")
-    assert state(slurm, f"{job}_1")["Restarts"] == "0"
-    assert state(slurm, f"{job}_1")["JobState"] == "RUNNING"
+    again = {"Restarts": "1", "JobState": "PENDING"}
+    wait_until(lambda: again.items() <= state(slurm, f"{job}_2").items(), what="one job is queued again")
+    assert given.read_text().splitlines() == [worker, worker, "stopped"]
+    running = {"Restarts": "0", "JobState": "RUNNING"}
+    assert running.items() <= state(slurm, f"{job}_1").items()
     slurm.ask("scancel", job)
     wait_until(lambda: not slurm.jobs, what="no job is left")

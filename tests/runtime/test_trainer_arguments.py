@@ -206,35 +206,15 @@ def trainer() -> Any:
     return Trainer
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {},
-        {"devices": "auto"},
-        {"devices": -1},
-        {"devices": 2},
-        {"devices": [0, 1]},
-        {"devices": "2"},
-        {"devices": "0,1"},
-        {"devices": "-1"},
-    ],
-)
-def test_what_fits_the_launch_is_left_alone(trainer: Any, asked: dict[str, Any]) -> None:
-    assert trainer(**asked).asked == (asked.get("devices", "auto"), 1)
+@pytest.mark.parametrize("devices", ["auto", -1, 2, [0, 1], "2", "0,1", "-1"])
+def test_devices_that_fit_the_launch_are_left_alone(trainer: Any, devices: Any) -> None:
+    assert trainer(devices=devices).asked == (devices, 1)
+    assert trainer().asked == ("auto", 1)
 
 
-@pytest.mark.parametrize(
-    ("asked", "wanted"),
-    [
-        ({"devices": 1}, 1),
-        ({"devices": [3]}, 1),
-        ({"devices": "1"}, 1),
-        ({"devices": "3,"}, 1),
-        ({"devices": 2, "num_nodes": 2}, 4),
-    ],
-)
-def test_what_does_not_is_refused_with_the_option_that_gives_it_its_number(
-    trainer: Any, asked: dict[str, Any], wanted: int
+@pytest.mark.parametrize(("devices", "nodes", "ranks"), [(1, 1, 1), ([3], 1, 1), ("1", 1, 1), ("3,", 1, 1), (2, 2, 4)])
+def test_others_are_refused_with_the_option_that_gives_them_their_number(
+    trainer: Any, devices: Any, nodes: int, ranks: int
 ) -> None:
-    with pytest.raises(ValueError, match=rf"this launch has 2 ranks: tune with --gpus-per-trial {wanted} "):
-        trainer(**asked)
+    with pytest.raises(ValueError, match=rf"this launch has 2 ranks: tune with --gpus-per-trial {ranks} "):
+        trainer(devices=devices, num_nodes=nodes)
