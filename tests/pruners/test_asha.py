@@ -65,7 +65,7 @@ def test_one_that_waited_is_promoted_when_the_rung_grows(kit: SimpleNamespace) -
 )  # fmt: skip
 def test_of_each_rung_the_best_are_continued_and_those_that_have_not_completed_it(
     kit: SimpleNamespace,
-    pruner: dict[str, int],
+    pruner: dict[str, Any],
     launches: list[tuple[int, int, Any]],
     direction: str,
     continuable: list[int],
