@@ -104,14 +104,6 @@ def build_space(request: SpaceRequest) -> SearchSpace:
     return _Builder(request).build()
 
 
-def smallest_micro_batch(request: SpaceRequest) -> int:
-    """Return a fixed, kept or listed micro-batch's least, or a lower bound; else 1.
-
-    ``ConfigError`` if contradictory.
-    """
-    return _Builder(request).smallest_micro_batch()
-
-
 class _Builder:
     """Builder of the space of a request."""
 
@@ -162,11 +154,6 @@ class _Builder:
             leaf_classes=tuple(request.leaf_classes),
             allow_untested_optimizer=request.allow_untested_optimizer,
         )
-
-    def smallest_micro_batch(self) -> int:
-        low, high = self._micro_batches()
-        values = self._micro_batch_values(low, high)
-        return low if values is None else values[0]
 
     def _check_names(self) -> None:
         both = sorted(self._no_tune & self._request.fix.keys())

@@ -18,7 +18,6 @@ from typing import Any
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.knobs import CHECKPOINT_EVERY, MODEL, ZENFLOW
-from optuna_dsat.config.space_builder import SpaceRequest, smallest_micro_batch
 from optuna_dsat.config.structures import GUIDE_ORDER, Structure
 from optuna_dsat.cost.memory import ModelProfile
 from optuna_dsat.errors import DsatError, NothingRunnableError, ScriptFailedError
@@ -43,6 +42,7 @@ from optuna_dsat.study.profile.failure_hint import OF_SCALARS, failure_hint, mis
 from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.study.profile.script import follow_script, user_config
 from optuna_dsat.study.requests import launch_request
+from optuna_dsat.study.space import space_of
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.words import outcome_in_words, things_in_words
 
@@ -106,11 +106,7 @@ def profile_attempts(spec: StudySpec) -> Iterator[ProfileAttempt]:
     Structures follow the guide's order at the searched stages; ZeRO 1 only if neither 2 nor 3 is searched. The last
     attempt has the optimizer on NVMe, but no parameters, whose buffers get their size when the model is known.
     """
-    smallest = smallest_micro_batch(
-        SpaceRequest(
-            ds_config=spec.ds_config, fix=spec.fix or {}, no_tune=spec.kept_knobs, divisible_by=spec.divisible_by
-        )
-    )
+    smallest = space_of(spec, None).micro_batches[0]
     yield ProfileAttempt(structure=None, micro_batch=smallest)
     least = 2 if any(stage >= 2 for stage in spec.stages) else 1
     zenflow = ds_config.zero_section(spec.ds_config).get(ZENFLOW) is not None
