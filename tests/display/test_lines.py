@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -81,7 +82,9 @@ def test_a_profile_is_told_in_numbers_that_a_person_writes() -> None:
 def test_a_long_phase_is_told_with_its_duration_and_a_short_one_is_not(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    view = LineView()
+    view, now = LineView(), [100.0]
+    monkeypatch.setattr(lines, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(lines, "_QUIET_S", 600.0)
     for words in ("importing", "building", ""):
         view(progress.Phase(words=words))
     monkeypatch.setattr(lines, "_QUIET_S", 0.0)
@@ -89,11 +92,12 @@ def test_a_long_phase_is_told_with_its_duration_and_a_short_one_is_not(
     told = ""
     while not told:
         told = capsys.readouterr().err
+    now[0] += 75.0
     view(progress.Phase(words=""))
     view(progress.Phase(words="waiting for GPU 1", said=True))
     view.close()
     assert told == "Building cpu_adam (first use only, may take minutes) ...\n"
-    assert capsys.readouterr().err == "Building cpu_adam took 0 s.\n"
+    assert capsys.readouterr().err == "Building cpu_adam took 1 min 15 s.\n"
 
 
 def test_lines_on_a_terminal_without_a_cursor_are_folded_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
