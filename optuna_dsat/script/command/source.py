@@ -7,9 +7,7 @@ path, absolute or relative to ``cwd``, or a module's name if ``is_module``.
 from __future__ import annotations
 
 import ast
-import sys
 from collections.abc import Iterable, Iterator, Sequence
-from importlib.machinery import PathFinder
 from pathlib import Path
 
 from optuna_dsat.errors import UsageError
@@ -45,14 +43,6 @@ def module_file(name: str, cwd: Path, *, of_package: str = "__main__.py", python
             if file.is_file():
                 return file
     return None
-
-
-def is_importable(name: str, folders: Iterable[Path], *, python: str | None) -> bool:
-    """Return whether the top-level package of a module is installed, built in or in a folder; imports nothing."""
-    top = name.partition(".")[0]
-    if top in sys.builtin_module_names or PathFinder.find_spec(top, [str(folder) for folder in folders]) is not None:
-        return True
-    return bool(package_folders(top, python))
 
 
 _LAUNCHING = frozenset({"lightning", "lightning_fabric", "pytorch_lightning", "torchrunx"})
