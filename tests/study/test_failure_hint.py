@@ -64,6 +64,17 @@ OFFLOAD = {"optimizer": {"type": "AdamW"}, "zero_optimization": {"offload_optimi
             {},
             ". DeepSpeed rejects the model: a parameter is a scalar. Give it a dimension, such as torch.ones(1)",
         ),
+        (
+            "DeepSpeedConfigError in initialize: NVIDIA Apex AMP integration has been removed. Use DeepSpeed 'fp16'",
+            {"fp16": {"enabled": False}, "amp": {"enabled": False}},
+            ". Remove amp from the config",
+        ),
+        (
+            "DeepSpeedConfigError: MiCS ZeRO-3 sharding has been removed; 'zero_optimization.mics_shard_size' is no",
+            {"zero_optimization": {"stage": 3, "mics_shard_size": 8}},
+            ". Remove zero_optimization.mics_shard_size from the config",
+        ),
+        ("RuntimeError: the file has been removed", {}, ""),
         ("ValueError: correct values that mismatch TrainingArguments values: lr; set these to 'auto'", AUTO, ""),
         (
             "ValidationError: zero_optimization.reduce_bucket_size is 'auto': it must be a whole number",

@@ -88,6 +88,10 @@ def _of_values(message: str, config: Mapping[str, Any]) -> str:
         return f". Add {', '.join(keys)} to the config"
     if OF_SCALARS in message:
         return ". DeepSpeed rejects the model: a parameter is a scalar. Give it a dimension, such as torch.ones(1)"
+    if "has been removed" in message:  # DeepSpeed 0.19 refuses such keys, also of sections that are not enabled
+        names = {*config, *(key.partition(".")[0] for key in config)}
+        removed = [word for word in re.findall(r"[\w.]+", message.lower()) if word in names]
+        return f". Remove {removed[0]} from the config" if removed else ""
     if _NO_CPU_OPERATOR in message:
         keys = [key for key in _GPU_ONLY if config.get(key) and str(config[key]).lower() not in _CPU_OPTIMIZERS]
         return f". Tune on GPUs, or remove from the config what needs them: {', '.join(keys)}" if keys else ""
