@@ -89,8 +89,8 @@ def _of_values(message: str, config: Mapping[str, Any]) -> str:
     if OF_SCALARS in message:
         return ". DeepSpeed rejects the model: a parameter is a scalar. Give it a dimension, such as torch.ones(1)"
     if "has been removed" in message:  # DeepSpeed 0.19 refuses such keys, also of sections that are not enabled
-        names = {*config, *(key.partition(".")[0] for key in config)}
-        removed = [word for word in re.findall(r"[\w.]+", message.lower()) if word in names]
+        known = {*config, *(key.partition(".")[0] for key in config)}
+        removed = [word for word in re.findall(r"[\w.]+", message.lower()) if word in known]
         return f". Remove {removed[0]} from the config" if removed else ""
     if _NO_CPU_OPERATOR in message:
         keys = [key for key in _GPU_ONLY if config.get(key) and str(config[key]).lower() not in _CPU_OPTIMIZERS]
