@@ -91,7 +91,7 @@ def _within_data(problem: Problem, samples_limit: int | None) -> int:
 
 
 class UnusedSizes:
-    """Micro-batches without a trial, except those that are too close to a trial's for it to tell anything.
+    """Micro-batches without a trial, except any too close to a trial's for it to tell anything.
 
     Near the edge of memory close micro-batches tell where it is. Where the dataset ends micro-batches first, a trial
     has nothing to learn from them, unless the number is rounder.

@@ -173,7 +173,7 @@ class TransformerShape:
         return self._flops(multiplied, attention=attention) + again[self.recompute]
 
     def _flops(self, params: int, *, attention: int) -> int:
-        """Return the FLOPs of forward and backward pass, of which the forward pass has those of ``attention``.
+        """Return the FLOPs of forward and backward pass; ``attention`` are FLOPs of the forward pass.
 
         In the backward pass, the gradients of activations cost as many as the forward pass, and the gradients of
         trained weights cost the same again.
