@@ -131,7 +131,6 @@ def compare(name: str, table: PublishedTable) -> tuple[list[Comparison], list[st
         shape, config = shape_of_row(table, row), config_of_row(table, row)
         subject = plan_shape(shape, machine, config=config, memory_margin=0.05).subject
         peak = estimate(subject.profile, config, micro_batch=row.micro_batch, hardware=subject.hardware).device_bytes
-        beside = left_free(gpu.memory_bytes, table.memory)
         results.append(
             Comparison(
                 table=name,
@@ -139,7 +138,7 @@ def compare(name: str, table: PublishedTable) -> tuple[list[Comparison], list[st
                 absolute=not table.machine.stand_in and row.run_s is None and row.relative_rate is None,
                 predicted_rate=predict_steps(subject, [config], [row.micro_batch])[0].samples_per_s,
                 measured_rate=measured_rate(table, row, shape),
-                predicted_bytes=peak + beside,
+                predicted_bytes=peak + left_free(gpu.memory_bytes, table.memory),
                 measured_bytes=row.peak_bytes,
                 fits=peak <= subject.usable_bytes,
             )
@@ -150,7 +149,7 @@ def compare(name: str, table: PublishedTable) -> tuple[list[Comparison], list[st
 def left_free(device_bytes: int, memory: str | None) -> int:
     """Return the bytes that ``plan`` leaves free, as far as a kind of measured peak contains them.
 
-    Reserved bytes contain what the allocator's fragmentation loses, those of nvidia-smi the CUDA context as well.
+    Reserved bytes include fragmentation; the figures of nvidia-smi include the CUDA context as well.
     """
     if memory not in ("reserved", "nvidia-smi"):
         return 0

@@ -104,8 +104,8 @@ def _case(
     return Case(about=about, machine=RandomMachine(drawn=drawn, user_structure=structure))
 
 
-_13B: Mapping[str, Any] = {"params": 1.3e9, "hidden_size": 2048}
-_67B: Mapping[str, Any] = {"params": 6.7e9, "hidden_size": 4096, "half_batch": 0.8}
+_1_3B: Mapping[str, Any] = {"params": 1.3e9, "hidden_size": 2048}
+_6_7B: Mapping[str, Any] = {"params": 6.7e9, "hidden_size": 4096, "half_batch": 0.8}
 
 TYPICAL: Mapping[str, Case] = MappingProxyType({
     "125M, 8 x 40 GB": _case(
@@ -115,12 +115,12 @@ TYPICAL: Mapping[str, Case] = MappingProxyType({
     ),
     "1.3B, 8 x 80 GB": _case(
         "1.3 B parameters on 8 GPUs with NVLink: communication is cheap, the micro-batch decides",
-        _A100_80, **_13B, sequence=2048, activation_gib=2.6, half_batch=1.5,
+        _A100_80, **_1_3B, sequence=2048, activation_gib=2.6, half_batch=1.5,
         structure=(2, False, False), profiled_activations=0.95,
     ),
     "7B, 8 x 80 GB": _case(
         "6.7 B parameters on 8 GPUs of 80 GB: 16 bytes a parameter, 107 GB, do not fit without ZeRO",
-        _A100_80, **_67B, sequence=2048, activation_gib=3.6,
+        _A100_80, **_6_7B, sequence=2048, activation_gib=3.6,
         structure=(3, False, False),
     ),
     "13B, 8 x 40 GB": _case(
@@ -130,12 +130,12 @@ TYPICAL: Mapping[str, Case] = MappingProxyType({
     ),
     "7B, one 24 GB GPU": _case(
         "6.7 B parameters on one GPU of 24 GB: the optimizer has to be on the host",
-        _RTX4090, **_67B, sequence=1024, activation_gib=0.9,
+        _RTX4090, **_6_7B, sequence=1024, activation_gib=0.9,
         structure=(3, True, True),
     ),
     "1.3B, 16 x 32 GB over Ethernet": _case(
         "1.3 B parameters on 16 GPUs over Ethernet: communication decides",
-        _V100_ETHERNET, **_13B, sequence=1024, activation_gib=1.3, half_batch=1.0,
+        _V100_ETHERNET, **_1_3B, sequence=1024, activation_gib=1.3, half_batch=1.0,
         structure=(2, False, False), profiled_activations=1.06,
     ),
     "350M, 64 x 40 GB": _case(

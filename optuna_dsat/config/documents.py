@@ -70,23 +70,33 @@ def checked(data: Any, where: str, error: Callable[[str], UsageError] = UsageErr
         UsageError: If there are too many values, or endlessly many, a number is too large, or text cannot be a
             command-line argument.
     """
-    document, left, count = where, [(where, data)], 0
+    left: list[tuple[tuple[Any, ...], Any]] = [((), data)]
+    count = 0
     while left:
-        (where, value), count = left.pop(), count + 1
+        (keys, value), count = left.pop(), count + 1
         if count > _MOST_VALUES:
-            raise error(f"{document} is nested in itself, or holds more than {_MOST_VALUES:,} values.")
+            raise error(f"{where} is nested in itself, or holds more than {_MOST_VALUES:,} values.")
         if isinstance(value, dict):
-            before = f"{where}: " if where == document else f"{where}."
-            left += [pair for key, item in value.items() for pair in ((where, key), (f"{before}{key}", item))]
+            left += [pair for key, item in value.items() for pair in ((keys, key), ((keys, key), item))]
         elif isinstance(value, (list, tuple, set)):
-            left += [(where, item) for item in value]
+            left += [(keys, item) for item in value]
         elif isinstance(value, int) and abs(value) > _LARGEST_INTEGER:
-            raise error(f"{where} holds a whole number of more than 64 bits.")
+            raise error(f"{_place(where, keys)} holds a whole number of more than 64 bits.")
         elif isinstance(value, float) and not math.isfinite(value):
-            raise error(f"{where} holds a number that is not finite.")
+            raise error(f"{_place(where, keys)} holds a number that is not finite.")
         elif isinstance(value, str) and storable(value) != value:
-            raise error(f"{where} holds text that no process or database takes: a NUL character or half a character.")
+            wrong = "text that no process or database takes: a NUL character or half a character"
+            raise error(f"{_place(where, keys)} holds {wrong}.")
     return data
+
+
+def _place(where: str, keys: tuple[Any, ...]) -> str:
+    """Return the name of a value in a document; ``keys`` are a pair of its parent's ``keys`` and its own key."""
+    names: list[str] = []
+    while keys:
+        keys, name = keys
+        names.append(str(name))
+    return f"{where}: {'.'.join(reversed(names))}" if names else where
 
 
 def read_hjson(text: str, *, build: Callable[[list[tuple[str, Any]]], Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import tracemalloc
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 
 from optuna_dsat.config import ds_config, user_file
+from optuna_dsat.config.documents import checked
 from optuna_dsat.config.user_file import correction, misspelt_in_words, misspelt_keys, misspelt_types
-from optuna_dsat.errors import ConfigError
+from optuna_dsat.errors import ConfigError, UsageError
 
 
 def read(tmp_path: Path, text: str | bytes) -> user_file.UserConfig:
@@ -115,6 +117,17 @@ def test_lists_are_read_as_narrowing_and_resolved_to_their_first(tmp_path: Path)
             "offload_param": {"device": "none"},
         },
     }
+
+
+def test_a_document_that_contains_itself_is_refused_without_naming_each_of_its_values() -> None:
+    document: dict[str, Any] = {}
+    document["zero_optimization"] = document
+    tracemalloc.start()
+    with pytest.raises(UsageError, match=r"^it is nested in itself"):
+        checked(document, "it")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**26
 
 
 def test_reading_leaves_the_raw_config_alone() -> None:
