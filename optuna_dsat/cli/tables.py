@@ -45,10 +45,13 @@ def print_table(
     Markup in data is not interpreted. Columns whose heading is in ``right`` are right-aligned; ``piped_width`` applies
     if stdout is not a terminal.
 
-    If the terminal is too narrow, the columns in ``drop`` are left out, one after another until the rest fits. Then
-    long words are folded; if that is not enough, each row becomes a paragraph with one line per cell.
+    Of the columns in ``drop`` the empty ones are left out, and if the terminal is too narrow the others, one after
+    another until the rest fits. Then long words are folded; if that is not enough, each row becomes a paragraph with
+    one line per cell.
     """
     shown = [["" if value is None else one_line(value) for value in row] for row in rows]
+    filled = [at for at, name in enumerate(headings) if name not in drop or any(row[at] for row in shown)]
+    headings, shown = [headings[at] for at in filled], [[row[at] for at in filled] for row in shown]
     least = [_longest_word([heading, *(row[at] for row in shown)]) for at, heading in enumerate(headings)]
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else piped_width
     if sum(least) + _BETWEEN * (len(headings) - 1) > width:

@@ -129,7 +129,8 @@ def _trial_table(
         facts = [row["number"], structure, micro_batch, shown or outcome_in_words(row["outcome"] or row["state"])]
         per_joule = row["metrics"].get(PER_JOULE)
         used = [count_in_words(per_joule) if per_joule else ""] if energy else []
-        table.append([*facts, *used, times, mark, searched, settings, row["reason"], row["message"]])
+        differs = searched if searched != shown else ""
+        table.append([*facts, *used, times, mark, differs, settings, row["reason"], row["message"]])
     headings = ["number", "structure", "micro-batch", _UNIT.strip() if shared else "speed"]
     headings += [*(["samples/J"] if energy else []), "x yours", "best"]
     return [*headings, "in the search", "other settings", "reason", "message"], table
