@@ -40,6 +40,8 @@ class Comparison:
     """Whether rates are comparable beyond the table's common factor."""
     predicted_rate: float
     """Samples per second."""
+    rate_range: tuple[float, float]
+    """Its 90% interval."""
     measured_rate: float | None
     predicted_bytes: int
     measured_bytes: float | None
@@ -50,6 +52,12 @@ class Comparison:
     def deviation(self) -> float | None:
         """Logarithm of predicted over measured rate, up to the table's common factor."""
         return None if self.measured_rate is None else math.log(self.predicted_rate / self.measured_rate)
+
+    @property
+    def in_range(self) -> bool | None:
+        """Whether the measured rate is in the interval; None without a rate that is comparable as such."""
+        low, high = self.rate_range
+        return None if self.measured_rate is None or not self.absolute else low <= self.measured_rate <= high
 
     @property
     def memory_deviation(self) -> float | None:
@@ -131,12 +139,15 @@ def compare(name: str, table: PublishedTable) -> tuple[list[Comparison], list[st
         shape, config = shape_of_row(table, row), config_of_row(table, row)
         subject = plan_shape(shape, machine, config=config, memory_margin=0.05).subject
         peak = estimate(subject.profile, config, micro_batch=row.micro_batch, hardware=subject.hardware).device_bytes
+        step = predict_steps(subject, [config], [row.micro_batch])[0]
+        samples = step.samples_per_s * step.step_s
         results.append(
             Comparison(
                 table=name,
                 row=row,
                 absolute=not table.machine.stand_in and row.run_s is None and row.relative_rate is None,
-                predicted_rate=predict_steps(subject, [config], [row.micro_batch])[0].samples_per_s,
+                predicted_rate=step.samples_per_s,
+                rate_range=(samples / step.high_s, samples / step.low_s),
                 measured_rate=measured_rate(table, row, shape),
                 predicted_bytes=peak + left_free(gpu.memory_bytes, table.memory),
                 measured_bytes=row.peak_bytes,
@@ -255,10 +266,12 @@ def table_line(name: str, results: Sequence[Comparison], left_out: int) -> str:
     rates = [item.deviation for item in results if item.deviation is not None and item.absolute]
     close = sum(abs(math.expm1(value)) <= _MEMORY for value in memory)
     near = sum(abs(value) <= math.log(_RATE) for value in rates)
+    within = sum(bool(item.in_range) for item in results)
     right, pairs = right_order(results)
     cells = [name, len(results), left_out]
     cells += [f"{close}/{len(memory)}", f"{math.exp(median(memory)):.2f}"] if memory else ["", ""]
-    cells += [f"{near}/{len(rates)}", f"{math.exp(median(rates)):.2f}"] if rates else ["", ""]
+    shares = [f"{near}/{len(rates)}", f"{within}/{len(rates)}"]
+    cells += [*shares, f"{math.exp(median(rates)):.2f}"] if rates else ["", "", ""]
     return f"| {' | '.join(str(cell) for cell in cells)} | {f'{right}/{pairs}' if pairs else ''} |"
 
 
@@ -308,7 +321,8 @@ def distributions(
 
 
 _HEADINGS = (
-    "table", "rows", "left out", "memory within 10%", "peak, median", "rates within 1.25x", "rate, median", "in order"
+    "table", "rows", "left out", "memory within 10%", "peak, median", "rates within 1.25x", "in the range",
+    "rate, median", "in order",
 )  # fmt: skip
 
 

@@ -58,7 +58,8 @@ def comparison(rate: float, predicted: float, **settings: Any) -> Comparison:
     values = {"stage": 2, "micro_batch": 1, "gpus": 8, "checkpointing": False, **settings}
     return Comparison(
         table="made up", row=Row(**values, samples_per_s=rate), absolute=True, predicted_rate=predicted,
-        measured_rate=rate, predicted_bytes=2**30, measured_bytes=None, fits=True,
+        rate_range=(predicted / 2, 2 * predicted), measured_rate=rate, predicted_bytes=2**30, measured_bytes=None,
+        fits=True,
     )  # fmt: skip
 
 
@@ -76,6 +77,13 @@ def test_deviations_of_a_made_up_table() -> None:
     assert contrasts(MADE_UP, "offload_optimizer") == {("none", "cpu"): pytest.approx(math.log(2))}
     assert slopes(MADE_UP, "micro_batch") == [pytest.approx(-math.log(2))]
     assert right_order(MADE_UP) == (0, 6)
+
+
+def test_the_range_of_a_prediction_contains_nine_of_ten_published_rates() -> None:
+    names = [name for name, table in TABLES.items() if not table.set_aside]
+    known = [item.in_range for name in names for item in comparisons_of(name)[0] if item.in_range is not None]
+    assert (sum(known), len(known)) == (76, 84)
+    assert [item.in_range for item in MADE_UP] == [True, True, False, False]
 
 
 def test_a_row_of_unknown_settings_is_left_out_with_a_reason() -> None:
