@@ -52,7 +52,10 @@ class PlanOptions:
     """Arguments and options of ``plan``."""
 
     script: Annotated[
-        Path | None, typer.Argument(help="The training script, launched once at micro-batch 1.", show_default=False)
+        Path | None,
+        typer.Argument(
+            help="The training script: launched at micro-batch 1, then timed with your config.", show_default=False
+        ),
     ] = None
     ds_config: Annotated[
         Path | None, typer.Argument(metavar="DS_CONFIG", help="Its DeepSpeed config (JSON).", show_default=False)

@@ -18,7 +18,8 @@ from optuna_dsat.config import ds_config
 from optuna_dsat.cost.gpus import Priors
 from optuna_dsat.cost.memory import Hardware, ModelProfile, estimate, zero_settings
 from optuna_dsat.cost.memory_posterior import MemoryPosterior
-from optuna_dsat.cost.step_time import Columns, LogCoefficients, StepTimeModel
+from optuna_dsat.cost.numbers import Numbers
+from optuna_dsat.cost.step_time import PHASES, Columns, LogCoefficients, StepTimeModel, Timings
 
 _INTERVAL = 1.645
 """Standard deviations on either side of the mean that contain 90% of a normal distribution."""
@@ -114,14 +115,7 @@ def predict_steps(
         return []
     model = step_time_model(subject)
     fitted = model.prior_coefficients()
-    columns = Columns.of([zero_settings(subject.profile, config, subject.hardware) for config in configs])
-    size = np.array(micro_batches, dtype=np.float64)
-    steps = np.array([int(config.get(ds_config.GRADIENT_ACCUMULATION) or 1) for config in configs], dtype=np.float64)
-    peaks = [
-        estimate(subject.profile, config, micro_batch=each, hardware=subject.hardware).device_bytes
-        for config, each in zip(configs, micro_batches, strict=True)
-    ]
-    fill = np.clip(np.array(peaks) / subject.hardware.device_memory_bytes, 0.01, 1.0)
+    columns, size, steps, fill = _inputs(subject, configs, micro_batches)
     phases, slopes = model.slopes(fitted, columns, size, steps, fill)
     total = phases.sum(axis=0)
     relative = slopes.sum(axis=0) / total
@@ -143,6 +137,38 @@ def predict_steps(
         )
         for n in range(len(total))
     ]
+
+
+def fitted_to_steps(
+    subject: Subject, config: Mapping[str, Any], timed: Sequence[Mapping[str, float]]
+) -> LogCoefficients:
+    """Return the coefficients fitted to steps of a complete config on the subject's machine.
+
+    Each of the n steps has its micro-batch, and the seconds of its phases and as a whole (``latency``).
+    """
+    columns, size, steps, fill = _inputs(
+        subject, [config] * len(timed), [step[ds_config.MICRO_BATCH] for step in timed]
+    )
+    phases = np.array([[step[name] for name in (*PHASES[:-1], "latency")] for step in timed]).T
+    phases[-1] -= phases[:-1].sum(axis=0)
+    latency = phases.sum(axis=0)
+    phases[:, ~(phases > 0).all(axis=0)] = math.nan
+    timings = Timings(columns=columns, micro_batch=size, accumulation=steps, fill=fill, phases=phases, latency=latency)
+    return step_time_model(subject).fit(timings)
+
+
+def _inputs(
+    subject: Subject, configs: Sequence[Mapping[str, Any]], micro_batches: Sequence[float]
+) -> tuple[Columns, Numbers, Numbers, Numbers]:
+    """Return the inputs of the step-time model of n configs: columns, micro-batch, accumulation, filled share."""
+    columns = Columns.of([zero_settings(subject.profile, config, subject.hardware) for config in configs])
+    size = np.array(micro_batches, dtype=np.float64)
+    steps = np.array([int(config.get(ds_config.GRADIENT_ACCUMULATION) or 1) for config in configs], dtype=np.float64)
+    peaks = [
+        estimate(subject.profile, config, micro_batch=int(each), hardware=subject.hardware).device_bytes
+        for config, each in zip(configs, micro_batches, strict=True)
+    ]
+    return columns, size, steps, np.clip(np.array(peaks) / subject.hardware.device_memory_bytes, 0.01, 1.0)
 
 
 def _mfu(subject: Subject, samples_per_s: float) -> float | None:

@@ -7,23 +7,32 @@ from typing import Any
 import pytest
 
 from optuna_dsat.cli.plan import _print_text
+from optuna_dsat.outcome import Outcome
 from optuna_dsat.plan.from_script import plan_script
 from optuna_dsat.plan.rows import Plan, plan_rows
 from optuna_dsat.study.profile.profile import measure_profile
 from optuna_dsat.study.profile.profiled import Profiled
 from tests.harness.landscapes import Hill
-from tests.harness.simulated import SimulatedLauncher
+from tests.harness.simulated import SimulatedLauncher, SimulatedResult
 from tests.harness.studies import StudyBench
+
+too_large = SimulatedResult(outcome=Outcome.OUT_OF_MEMORY, startup_s=10, missing_bytes=2**30)
 
 
 def planned(
-    bench: StudyBench, attempts: list[str], *, hosts: int = 1, network: float | None = None, **changes: Any
+    bench: StudyBench,
+    attempts: list[str],
+    hill: Hill | None = None,
+    *,
+    hosts: int = 1,
+    network: float | None = None,
+    **changes: Any,
 ) -> Plan:
     return plan_script(
         bench.spec(method="guided", **changes),
         store=bench.store,
         device_names=("simulated",),
-        launcher=lambda: nullcontext(SimulatedLauncher(Hill(), total_slots=2)),
+        launcher=lambda: nullcontext(SimulatedLauncher(hill or Hill(), total_slots=2)),
         on_attempt=lambda attempt: attempts.append(attempt.words),
         memory_margin=0.05,
         nodes=hosts,
@@ -43,23 +52,42 @@ def test_a_plan_on_the_cpu_names_no_gpu_and_tokens_where_their_number_is_given(
     assert "tokens/s" in capsys.readouterr().out
 
 
-def test_a_profile_is_measured_once_and_searches_sharpen_the_plan(bench: StudyBench) -> None:
+def of_zero_2(plan: Plan) -> tuple[float, float, float, float]:
+    """Return the predicted step of ZeRO 2 in seconds, the ends of its range, and the true step."""
+    row = {row.name: row for row in plan.rows}["ZeRO 2"]
+    assert row.predicted is not None
+    return row.predicted.step_s, row.predicted.low_s, row.predicted.high_s, 0.03 * (row.micro_batch + 4) + 0.02
+
+
+def test_a_script_is_profiled_and_timed_once_and_searches_sharpen_the_plan(bench: StudyBench) -> None:
     attempts: list[str] = []
-    before = planned(bench, attempts, name="p")
-    again = planned(bench, attempts, name="p")
+    hill = Hill()
+    before = planned(bench, attempts, hill, name="p")
+    again = planned(bench, attempts, hill, name="p")
     assert attempts == ["your own ZeRO settings"]
-    assert again.subject == before.subject
+    assert [config["train_micro_batch_size_per_gpu"] for config in hill.configs] == [1, 2, 8]
+    assert "fitted to steps of your config at micro-batch 2 and 8" in before.about[-1]
+    assert [row.to_json() for row in again.rows] == [row.to_json() for row in before.rows]
     assert not bench.store.list_studies()
+    predicted, low, high, true = of_zero_2(before)
+    assert predicted == pytest.approx(true, rel=0.1)
+    assert low < true < high
     bench.run(bench.spec(method="guided", max_trials=6, confirm=0), Hill())
-    after = planned(bench, attempts, name="p")
-    assert len(attempts) == 1
+    after = planned(bench, attempts, hill, name="p")
+    assert len(hill.configs) == 3
     assert "fitted to launches of s" in after.about[-1]
-    vague, sharp = ({row.name: row for row in plan_rows(item.subject)}["ZeRO 2"] for item in (before, after))
-    assert vague.predicted is not None
-    assert sharp.predicted is not None
-    assert sharp.predicted.high_s / sharp.predicted.low_s < 0.5 * vague.predicted.high_s / vague.predicted.low_s
-    true_s = 0.03 * (sharp.micro_batch + 4) + 0.02
-    assert sharp.predicted.low_s < true_s < sharp.predicted.high_s
+    predicted, low, high, true = of_zero_2(after)
+    assert predicted == pytest.approx(true, rel=0.05)
+    assert low < true < high
+
+
+def test_a_config_that_cannot_be_timed_is_planned_by_the_priors(bench: StudyBench) -> None:
+    hill = Hill(override=lambda config: too_large if config["train_micro_batch_size_per_gpu"] == 2 else None)
+    plans = [planned(bench, [], hill, name="p") for _ in range(2)]
+    assert [config["train_micro_batch_size_per_gpu"] for config in hill.configs] == [1, 2]
+    assert all("could not be timed" in plan.about[-1] for plan in plans)
+    _, low, high, true = of_zero_2(plans[0])
+    assert low < true < high
 
 
 def test_what_the_script_sets_itself_is_planned(bench: StudyBench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,7 @@ def test_the_launch_of_a_plan_has_the_limit_that_was_asked_for(bench: StudyBench
         on_attempt=lambda _: None,
         memory_margin=0.05,
     )
-    assert [request.stall_s for request in launcher.asked] == [77.0]
+    assert [request.stall_s for request in launcher.asked] == [77.0] * 3
 
 
 def test_the_batch_of_a_pipeline_is_no_contradiction_before_its_stages_are_known() -> None:

@@ -102,6 +102,8 @@ class Profiled(Record):
     """Variables of the environment that the script needs to train with DeepSpeed, besides its own."""
     nvme_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
     """Folder on NVMe -> its measured speed, the mean of reading and writing the same bytes."""
+    timed: Sequence[Mapping[str, float]] | None = None
+    """Steps of the user's config that ``plan`` timed: micro-batch, and seconds by phase; None before it tried."""
     preload: Preload = field(default_factory=Preload)
     """Modules that the script imports, for forked launches."""
     trains_alike_with_zero: bool | None = None
