@@ -1,11 +1,9 @@
-"""Options that come from elsewhere than the command line, which of them wins, and the file that ``init`` makes."""
+"""Options that come from elsewhere than the command line, and which of them wins."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ import typer
 from typer.core import TyperGroup
 
 from optuna_dsat.cli import app, search
-from optuna_dsat.cli.init import TABLE
 from optuna_dsat.cli.parsing.options_file import OptionsFile, others_write
 from optuna_dsat.cli.parsing.rewriting import at_home, lift_option
 from optuna_dsat.study.spec import MethodOptions, StudySpec
@@ -23,7 +20,7 @@ from optuna_dsat.tuning import prepare as tuning_prepare
 from optuna_dsat.tuning.options.given import Given
 from optuna_dsat.tuning.options.tune_options import AshaOptions, AutotuningOptions, TuneOptions
 from optuna_dsat.tuning.prepare import prepare
-from tests.harness.entry_points import DS_CONFIG, EntryPointBench, Run, bench, leave, run_here
+from tests.harness.entry_points import DS_CONFIG, EntryPointBench, bench, leave, run_here
 
 __all__ = ["bench", "run_here"]
 
@@ -290,57 +287,6 @@ def test_a_dry_run_starts_no_python_with_the_variables_of_launches(bench: EntryP
     (bench.folder / "sitecustomize.py").write_text(f"open({str(bench.folder / 'started')!r}, 'w')\n")
     assert leave(*PLAIN, "--dry-run", "--env", f"PYTHONPATH={bench.folder}") == 0
     assert not (bench.folder / "started").exists()
-
-
-def test_the_table_is_made_once(run_here: Run, tmp_path: Path) -> None:
-    first = run_here("init")
-    assert (first.returncode, first.stdout) == (0, "pyproject.toml\n")
-    assert (tmp_path / "pyproject.toml").read_text() == TABLE
-    assert run_here("studies", "--storage", "sqlite:///none.db").returncode == 2  # reads the file
-
-
-@pytest.mark.parametrize("old", ["[project]\nname = 'x'  # mine", "# mine\r\n[tool.ruff]\r\nline-length = 99\r\n"])
-def test_what_the_file_holds_is_left_as_it_is(run_here: Run, tmp_path: Path, old: str) -> None:
-    file = tmp_path / "pyproject.toml"
-    file.write_bytes(old.encode())
-    file.chmod(0o640)
-    assert run_here("init").returncode == 0
-    text = file.read_bytes().decode()
-    assert text.startswith(old)
-    assert (text.count("\r\n") == text.count("\n")) is ("\r\n" in old)
-    assert tomllib.loads(text)["tool"]["optuna-dsat"] == {}
-    assert file.stat().st_mode & 0o777 == 0o640
-
-
-@pytest.mark.parametrize(
-    ("old", "why"),
-    [
-        ("tool = {ruff = {}}\n", "cannot be extended"),
-        ("not TOML", "cannot be extended"),
-        ("tool = 3\n", "cannot be extended"),
-        (TABLE, "has a table [tool.optuna-dsat] already.\n"),
-    ],
-)
-def test_a_file_that_cannot_be_extended_is_refused_in_one_line(
-    run_here: Run, tmp_path: Path, old: str, why: str
-) -> None:
-    (tmp_path / "pyproject.toml").write_text(old)
-    done = run_here("init")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"optuna-dsat: pyproject.toml {why}")
-    assert len(done.stderr.splitlines()) == 1
-    assert (tmp_path / "pyproject.toml").read_text() == old
-
-
-def test_every_option_of_the_table_is_one_of_a_command_with_a_valid_value() -> None:
-    lines = [line for line in TABLE.splitlines() if line.startswith("# ")]
-    table = tomllib.loads("\n".join(line.removeprefix("# ") for line in lines))
-    assert len(table) == len(lines) > 9
-    root = typer.main.get_command(app)
-    assert isinstance(root, TyperGroup)
-    context = typer.Context(root)
-    defaults = OptionsFile(path=Path("pyproject.toml"), table=table).default_map(root, context)
-    assert {re.sub("-", "_", name) for name in table} - {"log"} <= defaults["tune"].keys()
 
 
 def test_a_tilde_that_the_shell_leaves_is_the_users_home(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,6 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "Before a search": {
             "doctor": ("doctor", "doctor"),
             "plan": ("plan", "plan"),
-            "init": ("init", "init"),
         },
         "Search and train": {
             "tune": ("search", "tune_search"),
