@@ -313,5 +313,5 @@ def _launch(row: LaunchRow) -> StoredLaunch:
     if not is_launch_id(row.launch_id):  # it is used as a folder name
         raise ValueError(f"launch_id is {row.launch_id[:60]!r}")
     stored = {field_.name: getattr(row, field_.name) for field_ in fields(LaunchReport)}
-    report = LaunchReport.from_json({**stored, "conditions": row.conditions or {}})
+    report = LaunchReport.from_json(stored)
     return StoredLaunch(report=report, trial_number=row.trial_number, purpose=row.purpose, attempt=row.attempt)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import JSON, BigInteger, Boolean, Float, Index, Integer, MetaData, String, Text, false
+from sqlalchemy import JSON, BigInteger, Boolean, Float, Index, Integer, MetaData, String, Text
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 if TYPE_CHECKING:
@@ -93,10 +93,9 @@ class LaunchRow(Base):
     error_excerpt: Mapped[str] = mapped_column(Text)
     missing_bytes: Mapped[int | None] = mapped_column(BigInteger)
     log_path: Mapped[str] = mapped_column(Text)
-    conditions: Mapped[dict[str, Any] | None] = mapped_column(_JSON)
-    """Conditions on the machine during the launch (``launch.conditions``); None from an older version."""
-    root: Mapped[str] = mapped_column(String(KEY_LENGTH), server_default="")
-    afresh: Mapped[bool] = mapped_column(Boolean, server_default=false())
+    conditions: Mapped[dict[str, Any]] = mapped_column(_JSON)
+    root: Mapped[str] = mapped_column(String(KEY_LENGTH))
+    afresh: Mapped[bool] = mapped_column(Boolean)
 
 
 class StepRow(Base):
@@ -119,13 +118,13 @@ class StepRow(Base):
     peak_allocated_bytes: Mapped[int] = mapped_column(BigInteger)
     peak_reserved_bytes: Mapped[int] = mapped_column(BigInteger)
     rss_bytes: Mapped[int] = mapped_column(BigInteger)
-    skipped: Mapped[bool] = mapped_column(Boolean, server_default=false())
+    skipped: Mapped[bool] = mapped_column(Boolean)
     """Whether the loss scaler skipped it."""
-    skipped_before: Mapped[int] = mapped_column(Integer, server_default="0")
+    skipped_before: Mapped[int] = mapped_column(Integer)
     """Earlier steps of the launch that were skipped; ``step`` minus this is its number among the counted steps."""
-    elements: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    elements: Mapped[int] = mapped_column(BigInteger)
     """Elements of the inputs; 0 if not observed."""
-    elements_are_tokens: Mapped[bool] = mapped_column(Boolean, server_default=false())
+    elements_are_tokens: Mapped[bool] = mapped_column(Boolean)
 
 
 class ClaimRow(Base):

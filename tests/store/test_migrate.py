@@ -9,7 +9,6 @@ from pathlib import Path
 
 import optuna
 import pytest
-from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import event, inspect, text
@@ -63,26 +62,9 @@ def test_the_migrations_make_what_the_models_describe(database: Database) -> Non
         assert store.list_studies() == (), "Optuna's tables are made after ours"
 
 
-def test_steps_of_the_first_version_count_and_have_no_size(database: Database) -> None:
-    first = (
-        "INSERT INTO dsat_steps (study_uuid, launch_id, rank, step, time, latency_s, forward_s, backward_s, step_s, "
-        "samples, peak_allocated_bytes, peak_reserved_bytes, rss_bytes) "
-        "VALUES ('u', 'trial-0000', 0, 3, 1.0, 0.5, 0.1, 0.2, 0.1, 4, 1, 2, 3)"
-    )
-    with database.engine.connect() as connection:
-        command.upgrade(migrate._config(connection), "0001")
-    with database.engine.begin() as connection:
-        connection.execute(text(first))
-    migrate.upgrade(database)
-    with Store.open(database.url.render_as_string(hide_password=False), create=False) as store:
-        (step,) = store.steps("u", "trial-0000")
-        assert (step.number, step.skipped, step.elements) == (3, False, 0)
-        assert store.step_times("u", from_step=3) == {"trial-0000": (0.5,)}
-
-
 def test_an_upgrade_that_fails_halfway_leaves_no_older_schema_behind(database: Database) -> None:
     def fails(_cursor: object, statement: str, *_: object) -> None:
-        if statement.startswith("UPDATE dsat_alembic_version"):  # between the first migration and the second
+        if statement.startswith("INSERT INTO dsat_alembic_version"):  # the tables are made
             original = sqlite3.OperationalError("database or disk is full")
             original.sqlite_errorcode = sqlite3.SQLITE_FULL
             raise OperationalError(statement, None, original)

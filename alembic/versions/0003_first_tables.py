@@ -3,8 +3,8 @@
 ``upgrade`` is longer than the project's limit for functions: a migration states the whole schema of its time in one
 place and does not change after its release.
 
-Revision ID: 0001
-Revises: nothing
+Revision ID: 0003
+Revises: nothing; 0001 and 0002 were before the first release
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0001"
+revision = "0003"
 down_revision = None
 branch_labels = None
 depends_on = None
@@ -67,6 +67,9 @@ def upgrade() -> None:
         sa.Column("error_excerpt", sa.Text(), nullable=False),
         sa.Column("missing_bytes", sa.BigInteger(), nullable=True),
         sa.Column("log_path", sa.Text(), nullable=False),
+        sa.Column("conditions", sa.JSON(none_as_null=True), nullable=False),
+        sa.Column("root", sa.String(length=255), nullable=False),
+        sa.Column("afresh", sa.Boolean(), nullable=False),
         sa.PrimaryKeyConstraint("study_uuid", "launch_id", name=op.f("pk_dsat_launches")),
     )
     op.create_table(
@@ -94,6 +97,10 @@ def upgrade() -> None:
         sa.Column("peak_allocated_bytes", sa.BigInteger(), nullable=False),
         sa.Column("peak_reserved_bytes", sa.BigInteger(), nullable=False),
         sa.Column("rss_bytes", sa.BigInteger(), nullable=False),
+        sa.Column("skipped", sa.Boolean(), nullable=False),
+        sa.Column("skipped_before", sa.Integer(), nullable=False),
+        sa.Column("elements", sa.BigInteger(), nullable=False),
+        sa.Column("elements_are_tokens", sa.Boolean(), nullable=False),
         sa.PrimaryKeyConstraint("study_uuid", "launch_id", "rank", "step", name=op.f("pk_dsat_steps")),
     )
     op.create_table(
