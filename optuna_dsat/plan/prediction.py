@@ -23,10 +23,6 @@ from optuna_dsat.cost.step_time import PHASES, Columns, LogCoefficients, StepTim
 
 _INTERVAL = 1.645
 """Standard deviations on either side of the mean that contain 90% of a normal distribution."""
-_FORMULA_ERROR = 0.5
-"""Standard deviation of the logarithm of predicted over actual step time with exact coefficients: with it the interval
-contains 76 of the 84 published rates that are not set aside (``python -m benchmarks.published_measurements``).
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,10 +112,8 @@ def predict_steps(
     model = step_time_model(subject)
     fitted = model.prior_coefficients()
     columns, size, steps, fill = _inputs(subject, configs, micro_batches)
-    phases, slopes = model.slopes(fitted, columns, size, steps, fill)
+    phases, spread = model.expected(fitted, columns, size, steps, fill)
     total = phases.sum(axis=0)
-    relative = slopes.sum(axis=0) / total
-    spread = np.sqrt(np.einsum("kn,kl,ln->n", relative, fitted.covariance, relative) + _FORMULA_ERROR**2)
     bounds = model.bounds(fitted.mean, columns, size, steps, fill)
     shown = np.sum(list(bounds.values()), axis=0)
     rates = size * steps * subject.data_parallel_size / total

@@ -19,7 +19,7 @@ from optuna_dsat.config import ds_config
 from optuna_dsat.config.structures import Structure
 from optuna_dsat.cost.gpus import gpu_of_device, priors_of_device
 from optuna_dsat.cost.memory import estimate, zero_settings
-from optuna_dsat.cost.step_time import ERROR, PHASES, Columns, StepTimeModel
+from optuna_dsat.cost.step_time import PHASES, Columns, StepTimeModel
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.study.space import hardware_of
 from optuna_dsat.trials import attributes
@@ -115,17 +115,14 @@ def _predicted(view: StudyView, config: Mapping[str, Any]) -> tuple[dict[str, fl
     profile, hardware = view.profiled.profile, hardware_of(view.spec, view.profiled)
     machine = priors_of_device(profile, config, device=hardware.device, ranks=hardware.world_size)
     model = StepTimeModel.of(profile, hardware, machine=machine)
-    prior = model.prior_coefficients()
     micro_batch = config[ds_config.MICRO_BATCH]
     peak = estimate(profile, config, micro_batch=micro_batch, hardware=hardware).device_bytes
     columns = Columns.of([zero_settings(profile, config, hardware)])
     steps = float(config.get(ds_config.GRADIENT_ACCUMULATION) or 1)
     fill = min(1.0, max(0.01, peak / hardware.device_memory_bytes))
     at = [np.array([item], dtype=np.float64) for item in (micro_batch, steps, fill)]
-    phases, slopes = model.slopes(prior, columns, *at)
-    relative = slopes.sum(axis=0)[:, 0] / phases.sum()
-    spread = math.hypot(math.sqrt(float(relative @ prior.covariance @ relative)), ERROR)
-    return {name: float(phases[row, 0]) for row, name in enumerate(PHASES)}, spread
+    phases, spread = model.expected(model.prior_coefficients(), columns, *at)
+    return {name: float(phases[row, 0]) for row, name in enumerate(PHASES)}, float(spread[0])
 
 
 def _slow_phases(
