@@ -93,9 +93,7 @@ class PlanOptions:
     gated: Annotated[bool, _model("--gated", help="Its feed-forward block is gated, as LLaMA's.")] = False
     dropout: Annotated[bool, _model("--dropout", help="It uses dropout.")] = False
     plain_attention: Annotated[bool, _model("--plain-attention", help="Attention keeps its score matrices.")] = False
-    recompute: Annotated[str, _model(help="Activation checkpointing: none, selective (attention alone) or full.")] = (
-        "none"
-    )
+    recompute: Annotated[str, _model(help="Activation checkpointing: none or full.")] = "none"
     gpu: Annotated[str | None, _machine(help="GPU by name, such as a100-80g, h100 or rtx4090.")] = None
     gpus: Annotated[int | None, typer.Option(help="GPUs of a host, or of the launch.  \\[default: 8, or all]")] = None
     nodes: Annotated[

@@ -116,22 +116,11 @@ def plan_shape(
             shape.words,
             machine.words,
             *_quantized_in_words(shape, element=element),
-            *_selective_in_words(shape),
             "Nothing was launched: times are estimates from data sheets, and their ranges show the uncertainty. With a "
             "script, memory and FLOPs are measured.",
         ),
         model=asdict(shape),
         assumed=machine.assumed,
-    )
-
-
-def _selective_in_words(shape: TransformerShape) -> tuple[str, ...]:
-    """Return a sentence if selective recomputation is combined with fused attention, else an empty tuple."""
-    if shape.recompute != "selective" or not shape.fused_attention:
-        return ()
-    return (
-        "Selective recomputation saves hardly any memory here and repeats attention: fused attention keeps no score "
-        "matrices. --plain-attention plans attention that does.",
     )
 
 

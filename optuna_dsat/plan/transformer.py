@@ -5,10 +5,10 @@ of the feed-forward block, v vocabulary, e bytes of an activation (2 in half pre
 
 Activations follow Korthikanti et al. (arXiv:2205.05198, section 4.1, equation 1): a layer stores ``s b h (34 + 5 a s /
 h)`` bytes in half precision with dropout and ``f = 4 h``: attention ``11 s b h + 5 a s^2 b``, the feed-forward block
-``19 s b h`` and two layer norms ``4 s b h``. Selective recomputation, or a fused attention kernel, saves ``5 a s^2 b``;
-combining both repeats attention and saves hardly any further memory. Full recomputation stores a layer's input (``2 s b
-h``) and needs the activations of a single layer during the backward pass (section 5). Outside the layers: ``s b h`` for
-the embedding's dropout, ``4 s b h`` for the last norm and the projection's input, and the logits (section 4.3).
+``19 s b h`` and two layer norms ``4 s b h``. A fused attention kernel saves ``5 a s^2 b``. Full recomputation stores a
+layer's input (``2 s b h``) and needs the activations of a single layer during the backward pass (section 5). Outside
+the layers: ``s b h`` for the embedding's dropout, ``4 s b h`` for the last norm and the projection's input, and the
+logits (section 4.3).
 
 FLOPs follow Narayanan et al. (arXiv:2104.04473, section 5.1): 6 per parameter and token, and ``12 L s^2 h`` for
 attention, of which a fused kernel computes half for a causal model (FlashAttention-2, arXiv:2307.08691, section 4.1);
@@ -31,7 +31,7 @@ from typing import Literal, get_args
 from optuna_dsat.errors import UsageError
 from optuna_dsat.words import count_in_words, params_in_words, things_in_words
 
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "full"]
 
 _LOGITS_KEPT = 10
 """Bytes per logit at the end of the forward pass: half-precision logits, their fp32 copy, and the log-softmax that
@@ -169,8 +169,8 @@ class TransformerShape:
         """FLOPs that forward and backward pass compute, including recomputation."""
         attention = self.attention_flops // (2 if self.causal and self.fused_attention else 1)
         multiplied = (self.active_params or self.params) - self.looked_up
-        again = {"none": 0, "selective": attention, "full": 2 * multiplied * self.seq_length + attention}
-        return self._flops(multiplied, attention=attention) + again[self.recompute]
+        again = 2 * multiplied * self.seq_length + attention if self.recompute == "full" else 0
+        return self._flops(multiplied, attention=attention) + again
 
     def _flops(self, params: int, *, attention: int) -> int:
         """Return the FLOPs of forward and backward pass; ``attention`` are FLOPs of the forward pass.
@@ -229,8 +229,6 @@ class TransformerShape:
     def _scores_bytes(self, scale: float) -> float:
         """Return the bytes of the attention scores: ``s x s`` per head, or a single fp32 number per row if fused."""
         rows = self.heads * self.seq_length
-        if self.recompute == "selective":
-            return 0
         if self.fused_attention:
             return 4 * rows
         return rows * self.seq_length * (scale * 4 + (1 if self.dropout else 0))

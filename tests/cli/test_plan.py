@@ -41,25 +41,6 @@ def test_what_is_assumed_of_the_host_is_stated(run_here: Run) -> None:
     assert (given["assumed"], given["expected_network_bytes_per_s"]) == ([], None)
 
 
-@pytest.mark.parametrize("attention", [(), ("--plain-attention",)])
-def test_selective_recomputation_is_planned_as_such(run_here: Run, attention: tuple[str, ...]) -> None:
-    """With fused attention, the default, its plan was that without recomputation to the digit."""
-    shape = ("plan", "--params", "1.3B", "--gpu", "a100-80g", *attention)
-    none, selective = (
-        json.loads(run_here(*shape, "--recompute", words, "--json").stdout) for words in ("none", "selective")
-    )
-    peaks = [{row["name"]: row["device_bytes_at_micro_batch_1"] for row in plan["rows"]} for plan in (none, selective)]
-    saved = 1 - peaks[1]["ZeRO 2"] / peaks[0]["ZeRO 2"]
-    assert (0 < saved < 0.01) if not attention else saved > 0.1
-    text = " ".join(run_here(*shape, "--recompute", "selective").stdout.split())
-    assert ("fused attention keeps no score matrices" in text) is (not attention)
-    speeds = [
-        {row["name"]: (row["micro_batch"], row["samples_per_s"]) for row in plan["rows"]} for plan in (none, selective)
-    ]
-    if not attention:
-        assert speeds[1]["ZeRO 2"][1] < speeds[0]["ZeRO 2"][1]
-
-
 def test_a_plan_as_json_follows_the_config(tmp_path: Path, run_here: Run) -> None:
     config = {"fp16": {"enabled": True}, "zero_optimization": {"reduce_bucket_size": 5_000_000}}
     (tmp_path / "ds.json").write_text(json.dumps(config))
