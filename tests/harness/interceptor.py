@@ -46,14 +46,14 @@ def parse_min_max_nnodes(text):
     return int(text), int(text)
 
 
-def main():
+def main(args=None):
     parser = argparse.ArgumentParser("torchrun")
     for name, value in {"--nnodes": "1", "--nproc_per_node": "1", "--rdzv_endpoint": "", "--standalone": None}.items():
         parser.add_argument(name, **({"action": "store_true"} if value is None else {"default": value}))
     parser.add_argument("training_script")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
     parser.set_defaults(module=False, no_python=False)
-    run(parser.parse_args())
+    run(parser.parse_args(args))
 
 
 if __name__ == "__main__":

@@ -159,6 +159,18 @@ def test_a_python_file_that_starts_a_launcher_comes_to_it(folder: Path, source: 
     assert starts_launcher(folder / "start.py", cwd=folder)
 
 
+@pytest.mark.parametrize(
+    "calls",
+    [
+        "main(['--nproc_per_node', '2', 'train.py', *sys.argv[1:]])",
+        "sys.argv[1:1] = ['--nproc_per_node', '2', 'train.py']\nmain()",
+    ],
+)
+def test_a_python_file_that_calls_a_launcher_with_options_of_its_own_is_run(folder: Path, calls: str) -> None:
+    (folder / "start.py").write_text(f"import sys\nfrom torch.distributed.run import main\n{calls}\n")
+    assert read(folder, "python", "start.py", "--lr", "3") == LAUNCH
+
+
 @pytest.mark.parametrize("program", [("start.py",), ("-m", "start")])
 def test_what_deepspeed_sets_as_a_program_imports_it_is_not_its_users(
     folder: Path, monkeypatch: pytest.MonkeyPatch, program: tuple[str, ...]

@@ -263,7 +263,10 @@ def _is_interpreter(file: Path) -> bool:
 
 
 def _main_module(file: Path) -> str | None:
-    """Return the module whose function an executable script imports and calls at its end; None for any other file."""
+    """Return the module whose function an executable script imports and calls at its end; None for any other file.
+
+    A script that chooses the arguments itself is another program.
+    """
     try:
         if file.stat().st_size > _LONGEST_SCRIPT:
             return None
@@ -276,9 +279,11 @@ def _main_module(file: Path) -> str | None:
         if isinstance(node, ast.ImportFrom) and node.module
         for alias in node.names
     }
-    if len(tree.body) > 8:  # longer than a console script
+    code = ast.unparse(tree)
+    if len(tree.body) > 8 or code.count("argv") > code.count("argv[0]"):  # longer than a console script
         return None
-    called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and not (node.args or node.keywords)]
+    called = {node.func.id for node in calls if isinstance(node.func, ast.Name)}
     return next((module for name, module in imported.items() if name in called), None)
 
 
