@@ -242,8 +242,9 @@ def test_a_sitecustomize_that_runs_the_one_it_hides_is_run_once(
 
 
 def test_what_launches_nothing_says_so(folder: Path) -> None:
-    (folder / "prepare.sh").write_text("exit 3\n")
-    with pytest.raises(UsageError, match=r"`bash prepare\.sh` ended with exit code 3 and launched no training"):
+    (folder / "prepare.sh").write_text("read -p 'Overwrite? ' answer || exit 3\n")
+    ended = r"`bash prepare\.sh` ended with exit code 3 \(it is run without input: .*\) and launched no training"
+    with pytest.raises(UsageError, match=ended):
         read(folder, "bash", "prepare.sh")
 
 
@@ -273,7 +274,7 @@ def test_a_command_that_submits_a_job_submits_nothing(
     (folder / "bin/sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}/bin{os.pathsep}{os.environ['PATH']}")
     (folder / "submit.sh").write_text("set -e\nsbatch --nodes=2 job.sh\n")
-    with pytest.raises(UsageError, match="ended with exit code 1 and launched no training"):
+    with pytest.raises(UsageError, match=r"ended with exit code 1 .* and launched no training"):
         read(folder, *words)
     shown = capfd.readouterr().err
     assert "has begun" not in shown

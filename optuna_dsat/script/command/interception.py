@@ -312,7 +312,7 @@ def intercept(
             reason = shortened(refused.read_text(encoding="utf-8", errors="replace").rstrip("."), _SHOWN_CHARS)
             raise UsageError(f"{line} launched no training, as a launcher in it refused its options: {reason}.")
     if isinstance(records, int):
-        how = "" if records == 0 else f" with exit code {records}"
+        how = "" if records == 0 else f" with exit code {records} (it is run without input: it can ask no question)"
         raise UsageError(
             f"{line} ended{how} and launched no training: neither by deepspeed, torchrun or accelerate, nor by a "
             f"Python script that begins to train with DeepSpeed. {REMEDY}"
