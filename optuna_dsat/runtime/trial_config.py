@@ -102,11 +102,14 @@ def config_differences(
 
 
 def _contradicts_launch(script: Mapping[str, Any], *, launch: Mapping[str, Any], world_size: int) -> bool:
-    """Return whether a script sets its global batch in the launch's config, whose micro-batch makes another."""
+    """Return whether a script sets its global batch in the launch's config, whose micro-batch makes another.
+
+    The launch's own may be that of more ranks: a profile launch knows no pipeline.
+    """
     sizes = [script.get(key) for key in (TRAIN_BATCH, MICRO_BATCH, GRADIENT_ACCUMULATION)]
     train, micro, accumulation = (size if isinstance(size, int) else 0 for size in sizes)
     product = micro * accumulation * world_size
-    return micro == launch.get(MICRO_BATCH) and train * product > 0 and train != product
+    return micro == launch.get(MICRO_BATCH) and train * product > 0 and train not in (product, launch.get(TRAIN_BATCH))
 
 
 def settings_told(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -105,6 +105,12 @@ def test_a_global_batch_that_a_script_sets_in_the_launchs_file_is_its_own(size: 
     assert differences({**LAUNCH, "train_batch_size": size}).get("train_micro_batch_size_per_gpu") == found
 
 
+def test_a_global_batch_of_the_launchs_file_is_not_the_scripts_where_ranks_share_their_data() -> None:
+    """A profile launch's file has that of all ranks, also for the stages of a pipeline."""
+    user, launch = {"train_batch_size": 4}, {**OVERLAY, "train_batch_size": 32}
+    assert config_differences(launch, user=user, launch=launch, world_size=1) == {}
+
+
 def test_what_a_library_sets_by_itself_is_not_worth_a_word() -> None:
     assert differences_in_words({"zero_allow_untested_optimizer": [True, None]}, file="ds.json") == ""
     words = differences_in_words({"a": [1, None], "zero_allow_untested_optimizer": [True, None]}, file="ds.json")
