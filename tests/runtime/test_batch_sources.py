@@ -94,20 +94,20 @@ def test_settings_files_are_noted_and_followed(tmp_path: Path, kind: str) -> Non
     assert noted == {"train.batch": 4, "epochs": 3}
 
 
-@pytest.mark.parametrize("kind", ["json", "yaml"])
-def test_the_text_of_a_settings_file_is_known_by_the_argument_that_names_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+@pytest.mark.parametrize(("kind", "args"), [("json", []), ("yaml", []), ("yaml", ["--config=../run.yaml"])])
+def test_the_text_of_a_settings_file_is_known_by_its_folder_or_the_argument_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, args: list[str]
 ) -> None:
-    path, other = tmp_path / f"run.{kind}", tmp_path / f"other.{kind}"
-    path.write_text(json.dumps({"train": {"batch": 4}}))
-    other.write_text(json.dumps({"train": {"batch": 5}}))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["train.py", f"--config=run.{kind}", "--missing", f"not-there.{kind}"])
-    made = sources({"kind": "setting", "file": str(path), "key": "train.batch", "own": 4, "scale": 1})
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    paths = [Path(f"../other.{kind}"), Path(f"../run.{kind}" if args else f"run.{kind}")]
+    monkeypatch.setattr(sys, "argv", ["train.py", *args])
+    made = sources({"kind": "setting", "file": os.path.realpath(paths[1]), "key": "batch", "own": 5, "scale": 1})
     read = json.loads if kind == "json" else yaml.safe_load
-    assert read(path.read_text()) == {"train": {"batch": 8}}
-    assert read(other.read_text()) == {"train": {"batch": 5}}
-    assert made.event(rank=0).settings == [{"file": path.name, "key": "train.batch", "value": 4}]
+    for size, path in zip((4, 5), paths, strict=True):
+        path.write_text(json.dumps({"batch": size}))
+    assert [read(path.read_text()) for path in paths] == [{"batch": 4}, {"batch": 8}]
+    assert [item["value"] for item in made.event(rank=0).settings] == [5]
 
 
 def test_what_is_in_a_pipe_is_left_to_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

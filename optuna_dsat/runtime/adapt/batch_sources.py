@@ -34,6 +34,8 @@ _MOST = 400
 """Maximum number of recorded numbers per kind of source, and per settings file."""
 _READ_AHEAD = 8
 """Most batches that a trainer or script reads ahead of the engine: accelerate 1, prefetchers to a GPU a few."""
+_SETTINGS = (".json", ".toml", ".yaml", ".yml")
+"""Suffixes of settings files."""
 _MOST_TEXT_BYTES = 2**20
 """Maximum size of a settings file that is compared with parsed texts; larger files contain data."""
 
@@ -78,9 +80,10 @@ class BatchSources:
         self._packed: int | None = None
         """Samples of its batch, if its rows are not samples (texts packed for flash attention, nodes of graphs)."""
         self._settings: dict[tuple[str, str], int] = {}
-        self._arguments: list[str] | None = None
+        self._opened: list[str] = []
+        """Settings files of the working folder, or of arguments, that the script has opened."""
         self._texts: dict[str, str] = {}
-        """Content of each settings file in the arguments -> its path."""
+        """Content of each of them -> its path."""
         self._folder = f"{Path.cwd().resolve()}{os.sep}"  # the script may change the working directory
         self._scale = Fraction(1)
         """Ratio of the present batch size to the one that loaders were made with."""
@@ -90,6 +93,15 @@ class BatchSources:
     def install(self) -> None:
         """Start recording values parsed by argparse; other libraries are patched on import (``callbacks``)."""
         self._parsers.install()
+        checks = iter(range(1, _MOST))  # data have no end
+
+        def note_opened(event: str, args: tuple[Any, ...]) -> None:
+            if event == "open" and isinstance(args[0], str) and args[0].endswith(_SETTINGS) and next(checks, 0):
+                given = (os.path.realpath(word.rpartition("=")[2]) for word in sys.argv)
+                if (path := os.path.realpath(args[0])).startswith(self._folder) or path in given:
+                    self._opened.append(path)
+
+        sys.addaudithook(note_opened)
 
     def callbacks(self) -> dict[str, Callable[[ModuleType], None]]:
         """Return module name -> function to call when the module has been imported."""
@@ -180,13 +192,11 @@ class BatchSources:
         if not isinstance(source, str):
             name = getattr(source, "name", None)
             return os.path.realpath(name) if isinstance(name, str) and not is_installed(name) else None
-        if self._arguments != sys.argv:
-            self._arguments, self._texts = list(sys.argv), {}
-            for name in {arg.rpartition("=")[2] for arg in sys.argv[1:]}:
-                if name.endswith((".json", ".toml", ".yaml", ".yml")):
-                    with contextlib.suppress(OSError, UnicodeDecodeError):
-                        text = read_regular(name, most_bytes=_MOST_TEXT_BYTES).decode("utf-8")
-                        self._texts[text] = os.path.realpath(name)
+        opened, self._opened = self._opened, []
+        for name in {*opened} - {*self._texts.values()}:
+            with contextlib.suppress(OSError, UnicodeDecodeError):
+                self._texts[read_regular(name, most_bytes=_MOST_TEXT_BYTES).decode("utf-8")] = name
+        self._opened.clear()  # opened here
         return self._texts.get(source)
 
     def _note_results(self, module: Any) -> None:
