@@ -148,6 +148,7 @@ def test_variables_in_front_of_a_command_are_its_own(folder: Path) -> None:
         "import subprocess\nsubprocess.run(['bash', 'bin/START', 'train.py'], check=True)\n",
         "import deepspeed, os, sys\nif 'RANK' not in os.environ:\n"
         "    os.execvp('torchrun', ['torchrun', '--nproc_per_node=2', *sys.argv])\ndeepspeed.initialize()\n",
+        "import deepspeed\nimport submitit\ndeepspeed.initialize()\n",
         f"{RANKS}    subprocess.Popen([sys.executable, 'train.py'], env={{**os.environ, 'RANK': str(i)}})",
         f"{RANKS}    if os.fork() == 0:\n        os.environ['RANK'] = str(i)\n        deepspeed.initialize()\n",
     ],
@@ -169,6 +170,17 @@ def test_a_python_file_that_starts_a_launcher_comes_to_it(folder: Path, source: 
 def test_a_python_file_that_calls_a_launcher_with_options_of_its_own_is_run(folder: Path, calls: str) -> None:
     (folder / "start.py").write_text(f"import sys\nfrom torch.distributed.run import main\n{calls}\n")
     assert read(folder, "python", "start.py", "--lr", "3") == LAUNCH
+
+
+def test_a_training_in_a_job_of_submitit_is_refused(folder: Path) -> None:
+    for package in ("submitit", "submitit/core"):
+        (folder / package).mkdir()
+        (folder / package / "__init__.py").touch()
+    (folder / "submitit/core/_submit.py").write_text("import torch.distributed as d\nd.init_process_group()\n")
+    start = "import submitit, subprocess, sys\nsubprocess.run([sys.executable, '-m', 'submitit.core._submit', 'job'])\n"
+    (folder / "start.py").write_text(start)
+    with pytest.raises(UsageError, match=r"`python start\.py` trains in a job of submitit, which is not measured\."):
+        read(folder, "python", "start.py")
 
 
 @pytest.mark.parametrize("program", [("start.py",), ("-m", "start")])

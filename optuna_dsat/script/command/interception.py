@@ -225,6 +225,8 @@ def starts_launcher(file: Path, *, cwd: Path) -> bool:
     except (OSError, SyntaxError, ValueError):
         return False
     nodes = list(ast.walk(tree))
+    if "submitit" in (imported := set(imported_modules(nodes))):  # it submits a job, or starts the ranks
+        return True
     called = {called_name(node) for node in nodes if isinstance(node, ast.Call)}
     if called & {*_STARTERS, "fork"} and numbers_ranks(nodes):
         lists = [node for node in nodes if isinstance(node, ast.List) and node.elts]
@@ -233,7 +235,7 @@ def starts_launcher(file: Path, *, cwd: Path) -> bool:
         commands = [node for node in nodes if isinstance(node, ast.Call | ast.Assign)]
         restarts = [node for node in commands if re.search(r"\b(__file__|sys\.argv)\b", ast.unparse(node))]
         nodes = [node for restart in restarts for node in ast.walk(restart) if isinstance(node, ast.List | ast.Tuple)]
-    elif set(imported_modules(nodes)) & set(interceptor.MODULES):
+    elif imported & set(interceptor.MODULES):
         return True
     return bool(called & _STARTERS) and any(_names_launcher(node, cwd=cwd) for node in nodes)
 

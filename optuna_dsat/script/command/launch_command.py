@@ -64,6 +64,8 @@ _SIGNS = (
 """Text in the sources of a console script that launches a training itself."""
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 """Matches a variable assignment in front of a command."""
+_OF_SUBMITIT = "submitit.core._submit"
+"""Module that runs a task of a job in its own process."""
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _SHOWN_CHARS = 300
 """Maximum length of a launch in a notice."""
@@ -169,6 +171,11 @@ def _wrapped(
 ) -> LaunchCommand:
     """Run another program until it starts a rank."""
     seen = intercept(words, cwd=cwd, python=python, on_notice=on_notice, into=into)
+    if _OF_SUBMITIT in seen.words:
+        raise UsageError(
+            f"`{shlex.join(without_secrets(words))}` trains in a job of submitit, which is not measured. Put torchrun "
+            "in front of a script that calls the same function."
+        )
     shown = shortened(shlex.join(without_secrets(_as_typed(seen.launch_words))), _SHOWN_CHARS)
     on_notice(f"It launches `{shown}`.")
     result = replace(of_rank(seen, cwd=cwd), is_wrapped=True)
