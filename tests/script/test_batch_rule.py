@@ -37,7 +37,7 @@ def test_two_options_may_set_the_batch_size_together(size: int) -> None:
     assert "--training-batch and --generation_batch (now 4" in pair.announcement()
     config = {MICRO_BATCH: 16}
     given = map_arguments(("--generation_batch=4",), pair.arg_mappings, config, world_size=2)
-    assert given == ("--generation_batch=16", "--training-batch", "16")
+    assert given == ("--generation_batch=16", "--training-batch=16")
 
 
 def test_an_option_may_count_the_samples_of_all_ranks() -> None:
@@ -232,6 +232,7 @@ def test_deepspeeds_own_mappings_get_their_dashes_and_lose_the_blanks_of_its_tut
         (("--bs=2",), ("--bs=6",)),
         (("--x",), ("--x", "--bs", "6")),
         (("--bsize", "2"), ("--bsize", "2", "--bs", "6")),
+        (("a.py", "--steps=2"), ("a.py", "--steps=2", "--bs=6")),
     ],
 )
 def test_an_option_is_overridden_where_present_and_added_elsewhere(

@@ -146,7 +146,8 @@ def replace_config_paths(args: Sequence[str], *, user_config: str, config: str) 
 def with_option(args: Sequence[str], option: str, value: str) -> list[str]:
     """Return arguments with the value of an option (``--a_b`` or ``--a-b``) replaced, or appended if it is missing.
 
-    An option that ends with ``=`` is a Hydra override.
+    An option that ends with ``=`` is a Hydra override. A missing option is written as others are: some scripts that
+    parse their arguments themselves read ``--name=value`` only.
     """
     if option.endswith("="):
         kept = [arg for arg in args if not arg.startswith((option, f"+{option}", f"++{option}"))]
@@ -157,7 +158,9 @@ def with_option(args: Sequence[str], option: str, value: str) -> list[str]:
         if name.replace("_", "-") == option.replace("_", "-") and (equals or index + 1 < len(args)):
             is_present = True
             result[index if equals else index + 1] = f"{name}={value}" if equals else value
-    return result if is_present else [*result, option, value]
+    names = [arg for arg in args if arg.startswith("--")]
+    added = [f"{option}={value}"] if names and all("=" in name for name in names) else [option, value]
+    return result if is_present else [*result, *added]
 
 
 def is_same_file(candidate: str, path: str) -> bool:
