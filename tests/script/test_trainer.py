@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from optuna_dsat.config import ds_config
-from optuna_dsat.errors import ConfigError
+from optuna_dsat.errors import ConfigError, UsageError
 from optuna_dsat.runtime.events import TrainerFound, decode_event, encode_event
 from optuna_dsat.script.arg_mapping import map_arguments
 from optuna_dsat.script.trainer import ScriptTrainer
-from optuna_dsat.study.profile.script import follow_script, follow_trainer, user_config
+from optuna_dsat.study.profile.script import check_sizes, follow_script, follow_trainer, user_config
 from optuna_dsat.study.requests import script_command
 from optuna_dsat.study.spec import ScriptSpec, StudySpec, make_spec
 
@@ -88,6 +88,16 @@ def test_the_option_of_the_global_batch_says_it_passed_or_by_default() -> None:
     for config, args, expected in (({}, (), 8), ({}, ("--batch", "6"), 3), ({"train_batch_size": 2}, (), 1)):
         spec = follow_trainer(spec_of(config, args=args, **mapped), None, {"--batch": 16})
         assert user_config(spec)[0]["train_micro_batch_size_per_gpu"] == expected
+
+
+@pytest.mark.parametrize(("key", "size"), [("train_micro_batch_size", 6), ("train_batch_size_per_gpu", 4)])
+def test_options_for_the_samples_of_all_ranks_or_steps_say_the_micro_batch(key: str, size: int) -> None:
+    script = {"args": ("--batch", "12"), "arg_mappings": {key: "--batch"}}
+    spec = follow_trainer(spec_of({"gradient_accumulation_steps": 3}, **script), None)
+    assert spec.ds_config["train_micro_batch_size_per_gpu"] == size
+    check_sizes(spec)
+    with pytest.raises(UsageError, match="The value of --batch, a batch size, is not known"):
+        check_sizes(follow_trainer(spec_of({}, arg_mappings={key: "--batch"}), None))
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ from optuna_dsat.study.profile.batch_search import (
 )
 from optuna_dsat.study.profile.failure_hint import OF_SCALARS, failure_hint, missing_variables
 from optuna_dsat.study.profile.profiled import Profiled
-from optuna_dsat.study.profile.script import follow_script, user_config
+from optuna_dsat.study.profile.script import check_sizes, follow_script, user_config
 from optuna_dsat.study.requests import launch_request
 from optuna_dsat.study.space import space_of
 from optuna_dsat.study.spec import StudySpec
@@ -301,6 +301,8 @@ class _Attempts:
         """Return what a measured launch shows, after proofs of what sets the script's batch sizes and ZeRO stage."""
         spec, attempt, record, overlay = self._spec, launched.attempt, launched.record, launched.request.overlay
         user = own_batch(spec, record)
+        if record.trainer is None:
+            check_sizes(_following(spec, record))
         sizes = {"present": user.micro_batch, "steps": user.gradient_accumulation_steps}
         batch = find_batch_rule(spec, self._prove, record, overlay=overlay, **sizes)
         trainer = find_trainer(spec, self._prove, record, overlay=overlay)
@@ -367,17 +369,23 @@ def own_batch(spec: StudySpec, record: LaunchRecord, *, compares: bool = False) 
     engine = record.engine
     if engine is None and record.trainer is None and not compares:
         return ds_config.BatchTriangle(train_batch_size=1, micro_batch=1, gradient_accumulation_steps=1)
-    ranks = spec.data_parallel_ranks if engine is None else engine.data_parallel_size
-    meant = follow_script(
+    meant = _following(spec, record)
+    ranks = meant.data_parallel_ranks
+    config, _ = user_config(meant, data_parallel_size=ranks)
+    return ds_config.batch_triangle(config, world_size=ranks)
+
+
+def _following(spec: StudySpec, record: LaunchRecord) -> StudySpec:
+    """Return the spec completed with the settings that a launch shows."""
+    engine = record.engine
+    return follow_script(
         spec,
         differences={} if engine is None else engine.config_differences,
         trainer=None if record.trainer is None else ScriptTrainer.from_event(record.trainer),
         defaults=_mapped_defaults(spec, record),
         batch=None,
-        ranks=ranks,
+        ranks=spec.data_parallel_ranks if engine is None else engine.data_parallel_size,
     )
-    config, _ = user_config(meant, data_parallel_size=ranks)
-    return ds_config.batch_triangle(config, world_size=ranks)
 
 
 def _check_data(record: LaunchRecord, *, smallest: int) -> None:

@@ -12,7 +12,8 @@ import optuna
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.search_space import SearchSpace
-from optuna_dsat.script.arg_mapping import STAGE
+from optuna_dsat.errors import UsageError
+from optuna_dsat.script.arg_mapping import PASS_BATCH, RANK_BATCH, STAGE
 from optuna_dsat.script.batch_rule import BatchRule
 from optuna_dsat.script.command.source import options_to_train
 from optuna_dsat.script.trainer import ScriptTrainer
@@ -93,6 +94,11 @@ def follow_trainer(
         if _is_open(config.get(ds_config.GRADIENT_ACCUMULATION)):
             batch = _mapped_value(spec, ds_config.TRAIN_BATCH, defaults)
             config |= {} if batch is None else {ds_config.TRAIN_BATCH: batch}
+        steps = config.get(ds_config.GRADIENT_ACCUMULATION)
+        parts = {PASS_BATCH: spec.data_parallel_ranks, RANK_BATCH: steps if isinstance(steps, int) else 1}
+        for key, part in parts.items():
+            if _is_open(config.get(ds_config.MICRO_BATCH)) and (batch := _mapped_value(spec, key, defaults)):
+                config[ds_config.MICRO_BATCH] = max(1, batch // part)
     result = {} if trainer is None else trainer.options
     options = {key: _as_given(option, spec.script.args) for key, option in result.items()}
     changes: dict[str, Any] = {"arg_mappings": {**options, **spec.script.arg_mappings}}
@@ -100,6 +106,19 @@ def follow_trainer(
         changes["batch_source"] = _source_here(trainer.source, spec)
     script = spec.script.model_copy(update=changes)
     return spec.model_copy(update={"ds_config": config, "script": script})
+
+
+def check_sizes(spec: StudySpec) -> None:
+    """Check that a spec that follows its script has a batch size.
+
+    Raises:
+        UsageError: If it is that of an option which the user mapped, and which the command lacks.
+    """
+    mapped = {key: option for key, option in spec.script.arg_mappings.items() if key != STAGE}
+    keys = (ds_config.TRAIN_BATCH, ds_config.MICRO_BATCH)
+    if mapped and all(_is_open(spec.ds_config.get(key)) for key in keys):
+        option = next(iter(mapped.values()))
+        raise UsageError(f"The value of {option}, a batch size, is not known: give it in the command, too.")
 
 
 def follow_script(
