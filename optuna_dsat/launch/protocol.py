@@ -100,8 +100,8 @@ class LaunchRequest(Record):
     command: ScriptCommand
     ds_config: Mapping[str, Any]
     """The complete DeepSpeed config of the launch, ready to train with."""
-    left_open: tuple[str, ...] = ()
-    """Keys with ``"auto"`` in the file that the script reads. DeepSpeed gets the overlay's values."""
+    in_file: Mapping[str, Any] = field(default_factory=dict)
+    """Batch sizes of the user's file that the script reads instead. DeepSpeed gets the overlay's values."""
     overlay: Mapping[str, Any]
     """Overrides the config that the script passes to ``deepspeed.initialize``; None removes a key."""
     slots: int

@@ -74,7 +74,7 @@ def launch_request(
         purpose=purpose,
         command=script_command(spec),
         ds_config=_with_global_batch(config, spec),
-        left_open=_left_open(spec, purpose),
+        in_file=_in_file(spec, purpose),
         overlay=over_command(overlay, spec.ds_config),
         slots=spec.slots_per_trial,
         start_profile_step=first,
@@ -104,13 +104,16 @@ def _with_global_batch(config: Mapping[str, Any], spec: StudySpec) -> dict[str, 
     return {**config, ds_config.TRAIN_BATCH: triangle.train_batch_size}
 
 
-def _left_open(spec: StudySpec, purpose: str) -> tuple[str, ...]:
-    """Return the batch sizes that the script finds as ``"auto"``, as in the user's file: it may fill them in itself.
+def _in_file(spec: StudySpec, purpose: str) -> dict[str, Any]:
+    """Return the batch sizes that the script finds as in the user's file.
 
-    A profile launch leaves all of them open, which shows the script's values; later launches the global batch alone.
+    It may fill in ``"auto"`` itself: a profile launch leaves all of them open, which shows the script's values; later
+    launches the global batch alone. A micro-batch that is not the script's may be compared with a constant.
     """
     keys = ds_config.BATCH_KEYS if purpose == "profile" else (ds_config.TRAIN_BATCH,)
-    return tuple(key for key in keys if spec.ds_config.get(key) == ds_config.AUTO)
+    auto = {key: ds_config.AUTO for key in keys if spec.ds_config.get(key) == ds_config.AUTO}
+    unused = spec.script.unused_micro_batch
+    return auto if unused is None else {**auto, ds_config.MICRO_BATCH: unused}
 
 
 def full_request(
@@ -138,7 +141,7 @@ def full_request(
         purpose="full",
         command=command,
         ds_config=_with_global_batch(config, spec),
-        left_open=_left_open(spec, "full"),
+        in_file=_in_file(spec, "full"),
         overlay=over_command(overlay, spec.ds_config),
         slots=spec.slots_per_trial,
         env={**threads, **spec.script.environment},

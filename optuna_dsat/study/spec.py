@@ -77,6 +77,8 @@ class ScriptSpec(_Frozen):
     """Key of the DeepSpeed config -> option of the script that follows it."""
     data_parallel_size: int | None = Field(default=None, exclude=True)
     """Ranks that consume different samples; None before the profile launch. Not stored: the profile has it."""
+    unused_micro_batch: int | None = Field(default=None, exclude=True)
+    """Micro-batch in the user's file if the script feeds batches of another size; None otherwise. Not stored, too."""
     environment: dict[str, str] = Field(default_factory=dict)
     """Variables of the environment that the script is given in addition to the tuner's environment."""
     batch_source: dict[str, Any] = Field(default_factory=dict)

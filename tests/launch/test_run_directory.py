@@ -58,7 +58,7 @@ def test_files_are_replaced_whole_and_leave_no_temporary_ones(tmp_path: Path) ->
 
 def test_batch_sizes_that_are_left_open_are_so_in_the_file_that_the_script_reads(tmp_path: Path) -> None:
     size = "train_micro_batch_size_per_gpu"
-    launched = request(tmp_path, ds_config={size: 4, "steps_per_print": 9}, left_open=(size,))
+    launched = request(tmp_path, ds_config={size: 4, "steps_per_print": 9}, in_file={size: "auto"})
     directory = write_run_directory(launched, tmp_path)
     assert json.loads(directory.config.read_text()) == {size: "auto", "steps_per_print": 9}
 

@@ -142,10 +142,27 @@ def test_a_script_that_fills_in_auto_itself_finds_it_in_its_file_until_its_value
         for purpose in ("profile", "trial")
     )
     assert profile.ds_config == trial.ds_config == {MICRO: 3, ACCUMULATION: 5}
-    assert (profile.left_open, trial.left_open) == ((TRAIN, MICRO), (TRAIN,))
+    assert ([*profile.in_file], [*trial.in_file]) == ([TRAIN, MICRO], [TRAIN])
     followed = follow_batch(spec, BatchRule(kind="option", own=6, option="--bs"), ranks=2)
     assert followed.ds_config == {TRAIN: "auto", MICRO: 6, ACCUMULATION: 2}
-    assert full_request(followed, config=COMPLETE, overlay={}).left_open == (TRAIN,)
+    assert full_request(followed, config=COMPLETE, overlay={}).in_file == {TRAIN: "auto"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "in_file"),
+    [("setting", 8, {MICRO: 1}), ("held", 8, {MICRO: 1}), ("loader", 1, {}), ("config", 8, {})],
+)
+def test_a_micro_batch_that_a_script_has_in_its_file_but_does_not_feed_stays_there(
+    kind: str, own: int, in_file: dict[str, int]
+) -> None:
+    """A script may require that it is 1, and take its batch size from elsewhere."""
+    script: dict[str, Any] = {"script": "train.py", "args": (), "cwd": "/project", "config_path": "/project/ds.json"}
+    spec = make_spec(
+        name="s", method="random", script=script, ds_config={MICRO: 1}, device="cpu", slots_per_trial=2, output_dir="o"
+    )
+    followed = follow_batch(spec, BatchRule(kind=kind, own=own, file="run.yaml", key="batch"), ranks=2)
+    request = launch_request(followed, launch_id="l", purpose="trial", overlay=batch_overlay(16, 1))
+    assert (request.in_file, request.ds_config[MICRO], request.overlay[MICRO]) == (in_file, 16, 16)
 
 
 @pytest.mark.parametrize(

@@ -219,8 +219,7 @@ def write_run_directory(
     directory = replace(RunDirectory.create(output_dir, request.launch_id), leavings=leavings)
     if changes is None and leavings is not None and request.purpose != "full":
         request = in_own_folders(request, leavings)
-    left_open = dict.fromkeys(request.left_open, "auto")
-    directory.write_json(directory.config, {**without_model(request.ds_config), **left_open})
+    directory.write_json(directory.config, {**without_model(request.ds_config), **request.in_file})
     plan = _plan(request, directory)
     if changes is not None:
         plan = replace(plan, changes=dict(changes), world=WorldPlan())

@@ -224,7 +224,8 @@ class Profiled(Record):
             for key, (value, in_file) in self.config_differences.items()
             if key not in followed and in_file not in filled_in and settings.get(key) != value
         ]
-        return not overwritten and not self._edits(config, settings_written=settings_written)
+        is_unused = spec.script.unused_micro_batch is not None
+        return not (is_unused or overwritten or self._edits(config, settings_written=settings_written))
 
     def as_in_file(self, spec: StudySpec, config: dict[str, Any], complete: Mapping[str, Any]) -> dict[str, Any]:
         """Return a config with the values of the user's file for settings that the script changes again in code.

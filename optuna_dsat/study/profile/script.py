@@ -170,8 +170,11 @@ def follow_batch(spec: StudySpec, rule: BatchRule | None, *, ranks: int) -> Stud
         samples = rule.own * triangle.gradient_accumulation_steps * ranks
         batch[ds_config.TRAIN_BATCH] = ds_config.AUTO if given == ds_config.AUTO else samples
     config = {key: value for key, value in {**spec.ds_config, **batch}.items() if value is not None}
+    in_file = spec.ds_config.get(ds_config.MICRO_BATCH)
+    is_unused = rule.kind != "config" and isinstance(in_file, int) and in_file != rule.own
     script = spec.script.model_copy(
         update={
+            "unused_micro_batch": in_file if is_unused else spec.script.unused_micro_batch,
             "arg_mappings": {**rule.arg_mappings, **spec.script.arg_mappings},
             "data_parallel_size": ranks,
             "batch_source": {**spec.script.batch_source, **_source_here(rule.source(ranks=ranks), spec)},
