@@ -218,6 +218,8 @@ def test_the_scripts_own_command_is_shown_where_it_trains_with_all_of_the_config
     advice = profiled.advice(best)
     needs_edits = facts.get("batch") is LOADER or "joins_ranks" in facts or facts.get("precision") == "fp16"
     assert advice.startswith("Without `optuna-dsat train`") == needs_edits, advice
+    unused = command_to_train(spec(unused_micro_batch=1), best, profiled=profiled, host_threads=None, storage=STORAGE)
+    assert unused == ours, "the script may need its own number in the file"
 
 
 def test_the_file_for_all_engines_has_nothing_that_the_script_sets_for_one_of_them() -> None:
