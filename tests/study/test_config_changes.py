@@ -153,7 +153,7 @@ def test_a_script_that_fills_in_auto_itself_finds_it_in_its_file_until_its_value
     [("setting", 8, {MICRO: 1}), ("held", 8, {MICRO: 1}), ("loader", 1, {}), ("config", 8, {})],
 )
 def test_a_micro_batch_that_a_script_has_in_its_file_but_does_not_feed_stays_there(
-    kind: str, own: int, in_file: dict[str, int]
+    kind: Any, own: int, in_file: dict[str, int]
 ) -> None:
     """A script may require that it is 1, and take its batch size from elsewhere."""
     script: dict[str, Any] = {"script": "train.py", "args": (), "cwd": "/project", "config_path": "/project/ds.json"}
