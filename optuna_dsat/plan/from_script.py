@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from optuna_dsat.plan.rows import Plan, plan_rows
 from optuna_dsat.store import Store
 from optuna_dsat.study.profile.fingerprint import fingerprint
 from optuna_dsat.study.profile.profile import ProfileAttempt, measure_profile
-from optuna_dsat.study.profile.profiled import Profiled
+from optuna_dsat.study.profile.profiled import Profiled, TimedStep
 from optuna_dsat.study.profile.script import user_config
 from optuna_dsat.study.requests import launch_request
 from optuna_dsat.study.search.warm_start import gather
@@ -81,8 +81,9 @@ def plan_script(
         subject = replace(subject, fitted=earlier.prior(step_time_model(subject)))
         sources.append(f"launches of {' and '.join(earlier.studies)}")
     if profiled.timed:
-        subject = _fitted(subject, spec, profiled)
-        sizes = " and ".join(f"{step[ds_config.MICRO_BATCH]:g}" for step in profiled.timed)
+        here = replace(subject, hardware=hardware_of(spec, profiled))
+        subject = replace(subject, fitted=fitted_to_steps(here, profiled.timed))
+        sizes = " and ".join(str(step.config[ds_config.MICRO_BATCH]) for step in profiled.timed)
         sources.append(f"steps of your config at micro-batch {sizes}")
     times = f"Times are fitted to {', and to '.join(sources)}." if sources else _untimed_in_words(spec, profiled)
     subject = replace(subject, memory_margin=memory_margin, seq_length=seq_length)
@@ -111,35 +112,30 @@ def _subject(spec: StudySpec, profiled: Profiled, machine: Priors, *, ranks: int
     )
 
 
-def _timed_steps(
-    spec: StudySpec, profiled: Profiled, launcher: Launcher, wait: SlotWait
-) -> tuple[Mapping[str, float], ...]:
+def _timed_steps(spec: StudySpec, profiled: Profiled, launcher: Launcher, wait: SlotWait) -> tuple[TimedStep, ...]:
     """Return steps of the user's config at its micro-batch and ``_LARGER`` times it, timed in one launch if it can.
 
-    Fewer where one does not run; the larger is left out if it is predicted not to fit.
+    The larger has fewer accumulation steps where the script takes them. It is left out if it is predicted not to fit,
+    and either where it does not run.
     """
     config, overlay = user_config(spec, data_parallel_size=profiled.data_parallel_size)
     hardware, size = hardware_of(spec, profiled), config[ds_config.MICRO_BATCH]
-    timed: list[Mapping[str, float]] = []
-    for micro_batch in (size, _LARGER * size):
+    steps = config[ds_config.GRADIENT_ACCUMULATION]
+    fewer = steps if profiled.holds_accumulation else max(1, steps // _LARGER)
+    timed: list[TimedStep] = []
+    for micro_batch, accumulation in ((size, steps), (_LARGER * size, fewer)):
         peak = estimate(profiled.profile, config, micro_batch=micro_batch, hardware=hardware).device_bytes
         if micro_batch > size and (not timed or peak > hardware.device_memory_bytes):
             break
-        at_size = {**overlay, **ds_config.batch_overlay(micro_batch, config[ds_config.GRADIENT_ACCUMULATION])}
+        batch = ds_config.batch_overlay(micro_batch, accumulation)
         request = launch_request(
-            spec, launch_id=f"timed-{micro_batch}", purpose="trial", overlay=at_size, profiled=profiled
+            spec, launch_id=f"timed-{micro_batch}", purpose="trial", overlay={**overlay, **batch}, profiled=profiled
         )
         record, report = follow(launcher, request, wait=wait)
         if report.outcome is Outcome.MEASURED and record.counted:
-            timed.append({ds_config.MICRO_BATCH: micro_batch, **record.metrics(flops_per_sample=0.0)})
+            complete = ds_config.merge(config, batch)
+            timed.append(TimedStep(config=complete, metrics=record.metrics(flops_per_sample=0.0)))
     return tuple(timed)
-
-
-def _fitted(subject: Subject, spec: StudySpec, profiled: Profiled) -> Subject:
-    """Return the subject with coefficients fitted to the timed steps of the user's config."""
-    here = replace(subject, hardware=hardware_of(spec, profiled))
-    config, _ = user_config(spec, data_parallel_size=profiled.data_parallel_size)
-    return replace(subject, fitted=fitted_to_steps(here, config, profiled.timed or ()))
 
 
 def _untimed_in_words(spec: StudySpec, profiled: Profiled) -> str:

@@ -20,6 +20,7 @@ from optuna_dsat.cost.memory import Hardware, ModelProfile, estimate, zero_setti
 from optuna_dsat.cost.memory_posterior import MemoryPosterior
 from optuna_dsat.cost.numbers import Numbers
 from optuna_dsat.cost.step_time import PHASES, Columns, LogCoefficients, StepTimeModel, Timings
+from optuna_dsat.study.profile.profiled import TimedStep
 
 _INTERVAL = 1.645
 """Standard deviations on either side of the mean that contain 90% of a normal distribution."""
@@ -133,17 +134,11 @@ def predict_steps(
     ]
 
 
-def fitted_to_steps(
-    subject: Subject, config: Mapping[str, Any], timed: Sequence[Mapping[str, float]]
-) -> LogCoefficients:
-    """Return the coefficients fitted to steps of a complete config on the subject's machine.
-
-    Each of the n steps has its micro-batch, and the seconds of its phases and as a whole (``latency``).
-    """
-    columns, size, steps, fill = _inputs(
-        subject, [config] * len(timed), [step[ds_config.MICRO_BATCH] for step in timed]
-    )
-    phases = np.array([[step[name] for name in (*PHASES[:-1], "latency")] for step in timed]).T
+def fitted_to_steps(subject: Subject, timed: Sequence[TimedStep]) -> LogCoefficients:
+    """Return the coefficients fitted to n timed steps on the subject's machine."""
+    configs = [step.config for step in timed]
+    columns, size, steps, fill = _inputs(subject, configs, [config[ds_config.MICRO_BATCH] for config in configs])
+    phases = np.array([[step.metrics[name] for name in (*PHASES[:-1], "latency")] for step in timed]).T
     phases[-1] -= phases[:-1].sum(axis=0)
     latency = phases.sum(axis=0)
     phases[:, ~(phases > 0).all(axis=0)] = math.nan

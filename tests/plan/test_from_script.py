@@ -81,6 +81,18 @@ def test_a_script_is_profiled_and_timed_once_and_searches_sharpen_the_plan(bench
     assert low < true < high
 
 
+def test_the_larger_timed_micro_batch_has_fewer_accumulation_steps(bench: StudyBench) -> None:
+    hill = Hill()
+    for steps in (8, 1):  # the knobs are no part of the profile's key
+        own = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": steps}
+        plan = planned(bench, [], hill, name="p", ds_config={**own, "zero_optimization": {"stage": 2}})
+        timed = [(item["train_micro_batch_size_per_gpu"], item["gradient_accumulation_steps"]) for item in hill.configs]
+        assert timed == [(1, 1), (2, 8), (8, 2)]
+        row = next(row for row in plan.rows if row.name == "ZeRO 2")
+        assert row.predicted is not None
+        assert row.predicted.step_s == pytest.approx(steps * 0.03 * (row.micro_batch + 4) + 0.02, rel=0.1)
+
+
 def test_a_config_that_cannot_be_timed_is_planned_by_the_priors(bench: StudyBench) -> None:
     hill = Hill(override=lambda config: too_large if config["train_micro_batch_size_per_gpu"] == 2 else None)
     plans = [planned(bench, [], hill, name="p") for _ in range(2)]

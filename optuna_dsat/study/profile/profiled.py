@@ -36,6 +36,16 @@ _LEARNED_VARIABLES = "ACCELERATE_"
 
 
 @dataclass(frozen=True, kw_only=True)
+class TimedStep:
+    """The measured step of a config."""
+
+    config: Mapping[str, Any]
+    """The complete DeepSpeed config."""
+    metrics: Mapping[str, float]
+    """Seconds of the phases and of the whole step (``latency``), among others."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Profiled(Record):
     """Result of a profile launch."""
 
@@ -102,8 +112,8 @@ class Profiled(Record):
     """Variables of the environment that the script needs to train with DeepSpeed, besides its own."""
     nvme_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
     """Folder on NVMe -> its measured speed, the mean of reading and writing the same bytes."""
-    timed: Sequence[Mapping[str, float]] | None = None
-    """Steps of the user's config that ``plan`` timed: micro-batch, and seconds by phase; None before it tried."""
+    timed: Sequence[TimedStep] | None = None
+    """Steps of a user's config that ``plan`` timed; None before it tried."""
     preload: Preload = field(default_factory=Preload)
     """Modules that the script imports, for forked launches."""
     trains_alike_with_zero: bool | None = None
