@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from optuna_dsat.runtime.adapt.config import parse_command, replace_config_paths
+from optuna_dsat.runtime.adapt.side_effects import silent_loggers
 from optuna_dsat.runtime.adapt.trainers import HuggingFaceHook, LightningHook
 from optuna_dsat.runtime.events import EventWriteError, EventWriter, RankFinished, decode_event
 from optuna_dsat.runtime.measure.engine import MOST_SKIPPED_STEPS
@@ -154,6 +156,22 @@ def test_trainers_may_run_on_for_steps_that_are_skipped(own: int, allowed: int) 
     HuggingFaceHook(plan=described, rank=rank_of(), write=print)._disable_evaluation_and_saving(arguments)
     assert arguments.max_steps == allowed
     loop = SimpleNamespace(max_epochs=own, epoch_loop=SimpleNamespace(max_steps=own))
-    trainer = SimpleNamespace(callbacks=[], fit_loop=loop)
+    trainer = SimpleNamespace(callbacks=[], fit_loop=loop, loggers=[])
     LightningHook(plan=described, rank=rank_of(), write=print)._disable_evaluation_and_saving(trainer)
     assert (loop.max_epochs, loop.epoch_loop.max_steps) == (allowed, allowed)
+
+
+@pytest.mark.parametrize(
+    ("members", "folder"), [({"save_dir": "a"}, "a"), ({"save_dir": "a", "log_dir": "a/v"}, "a/v")]
+)
+def test_a_logger_of_lightning_that_code_may_call_logs_nothing_into_its_folder(
+    monkeypatch: pytest.MonkeyPatch, members: dict[str, str], folder: str
+) -> None:
+    """LightningCLI took its own config.yaml for that of an earlier run, as no logger gave it a folder."""
+    logger = type("Logger", (), {})
+    module = SimpleNamespace(Logger=logger, DummyLogger=type("DummyLogger", (logger,), {"save_dir": None}))
+    monkeypatch.setitem(sys.modules, "pytorch_lightning.loggers.logger", module)
+    (silent,) = silent_loggers([type("Own", (logger,), members)(), "another"])
+    assert isinstance(silent, module.DummyLogger)
+    assert (silent.save_dir, silent.log_dir) == (folder, folder)
+    assert silent_loggers([]) == []

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,19 @@ def redirect_accelerates_tensorboard(module: Any, folder: Path) -> None:
         bound = signature.bind(*args, **kwargs)
         bound.arguments["logging_dir"] = str(folder)
         original(*bound.args, **bound.kwargs)
+
+
+def silent_loggers(loggers: Sequence[Any]) -> list[Any]:
+    """Return a logger of Lightning with the first one's folder that logs nothing; an empty list for none.
+
+    Code of the script may call it, and some callbacks require a logger.
+    """
+    for package in ("lightning.pytorch", "pytorch_lightning"):
+        module: Any = sys.modules.get(f"{package}.loggers.logger")
+        if module is not None and loggers and isinstance(loggers[0], module.Logger):
+            folder = getattr(loggers[0], "log_dir", None) or loggers[0].save_dir
+            return [type("SilentLogger", (module.DummyLogger,), {"save_dir": folder, "log_dir": folder})()]
+    return []
 
 
 _SAVED = "_optuna_dsat_saved"

@@ -25,6 +25,7 @@ from typing import Any
 
 from optuna_dsat.runtime.adapt.accelerate import AccelerateConfig
 from optuna_dsat.runtime.adapt.ranks import wrong_number
+from optuna_dsat.runtime.adapt.side_effects import silent_loggers
 from optuna_dsat.runtime.events import Event, TrainerFound
 from optuna_dsat.runtime.imports import patch
 from optuna_dsat.runtime.overlay import (
@@ -473,7 +474,7 @@ class LightningHook(TrainerHook):
             for callback in trainer.callbacks
             if _NEEDS_VALIDATION.isdisjoint(base.__name__ for base in type(callback).__mro__)
         ]
-        trainer.loggers = []
+        trainer.loggers = silent_loggers(trainer.loggers)
         trainer.limit_val_batches = 0
         trainer.num_sanity_val_steps = 0
         # Extend the training to the last measured step even if the dataset is small.
