@@ -46,6 +46,8 @@ class BatchRule(Record):
     """Line in the source file; 0 if unknown."""
     rows: tuple[int, int] = (1, 1)
     """(rows, samples) as fed to the engine: (2, 1) if each sample is fed as two views or as a pair."""
+    keeps_file: bool = False
+    """Whether the script finds the micro-batch of the user's file in it, as it fails with others there."""
     sizes: tuple[int, int] | None = None
     """``held``: smallest and largest batch in samples, if the size varies between steps; otherwise None."""
 

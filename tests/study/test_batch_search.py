@@ -273,6 +273,26 @@ def test_a_row_of_tokens_without_a_data_loader_is_proven_to_be_a_sample(
     assert (None if rule is None else (rule.own, rule.rows)) == (rows and (4, rows))
 
 
+@pytest.mark.parametrize("follows", [True, False])
+def test_a_script_that_requires_its_number_in_the_config_file_is_proven_with_it(follows: bool) -> None:
+    """WeNet requires a micro-batch of 1 there, and takes its batch size from a YAML file."""
+    launched: list[str] = []
+
+    def launch(request: LaunchRequest) -> Any:
+        launched.append(request.launch_id)
+        size = {**request.ds_config, **request.in_file}[MICRO_BATCH]
+        proof = Record(int(request.overlay[MICRO_BATCH]) if follows else 8)
+        return proof, SimpleNamespace(outcome=Outcome.MEASURED if size == 1 else Outcome.SCRIPT_ERROR)
+
+    record: Any = Record(8)
+    record.batch_sources = BatchSourcesFound(rank=0, time=1.0, options={"--batch-size": 8})
+    spec = spec_with(ds_config={MICRO_BATCH: 1})
+    rule = batch_search.find_batch_rule(spec, launch, record, overlay=batch_overlay(1), present=1)
+    assert rule is not None
+    assert (rule.kind, rule.own, rule.keeps_file) == ("option" if follows else "held", 8, True)
+    assert launched[:2] == ["profile-batch-0-16", "profile-batch-0-kept-16"]
+
+
 @pytest.mark.parametrize(("packs", "expected"), [(True, ("held", 1)), (False, ("loader", 1))])
 def test_a_data_loader_of_which_a_single_pack_is_used_is_not_followed(packs: bool, expected: tuple[str, int]) -> None:
     """``collate_fn=lambda packs: packs[0]`` drops the others: twice the samples/s were reported for the same work."""

@@ -148,19 +148,17 @@ def test_a_script_that_fills_in_auto_itself_finds_it_in_its_file_until_its_value
     assert full_request(followed, config=COMPLETE, overlay={}).in_file == {TRAIN: "auto"}
 
 
-@pytest.mark.parametrize(
-    ("kind", "own", "in_file"),
-    [("setting", 8, {MICRO: 1}), ("held", 8, {MICRO: 1}), ("loader", 1, {}), ("config", 8, {})],
-)
+@pytest.mark.parametrize(("own", "keeps", "in_file"), [(8, True, {MICRO: 1}), (8, False, {}), (1, True, {})])
 def test_a_micro_batch_that_a_script_has_in_its_file_but_does_not_feed_stays_there(
-    kind: Any, own: int, in_file: dict[str, int]
+    own: int, keeps: bool, in_file: dict[str, int]
 ) -> None:
     """A script may require that it is 1, and take its batch size from elsewhere."""
     script: dict[str, Any] = {"script": "train.py", "args": (), "cwd": "/project", "config_path": "/project/ds.json"}
     spec = make_spec(
         name="s", method="random", script=script, ds_config={MICRO: 1}, device="cpu", slots_per_trial=2, output_dir="o"
     )
-    followed = follow_batch(spec, BatchRule(kind=kind, own=own, file="run.yaml", key="batch"), ranks=2)
+    rule = BatchRule(kind="setting", own=own, file="run.yaml", key="batch", keeps_file=keeps)
+    followed = follow_batch(spec, rule, ranks=2)
     request = launch_request(followed, launch_id="l", purpose="trial", overlay=batch_overlay(16, 1))
     assert (request.in_file, request.ds_config[MICRO], request.overlay[MICRO]) == (in_file, 16, 16)
 

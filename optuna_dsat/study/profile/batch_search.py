@@ -82,6 +82,14 @@ def find_batch_rule(
             fed[size] = proof.observed_micro_batch
         return proof.observed_micro_batch == Fraction(*guess.rows) * size
 
+    failed = False
+
+    def noted(request: LaunchRequest) -> tuple[LaunchRecord, LaunchReport]:
+        nonlocal failed
+        proof, report = launch(request)
+        failed = failed or report.outcome is Outcome.SCRIPT_ERROR  # perhaps for another number in its file
+        return proof, report
+
     known: dict[str, Any] = {
         "present": present,
         "configured": configured,
@@ -96,14 +104,18 @@ def find_batch_rule(
                 return guess
             if set(fed.values()) == {observed}:
                 continue
-        proven = _is_proven(
-            follow_batch(spec, replace(guess, rows=(1, 1)), ranks=ranks),  # a proof counts rows
-            launch,
-            name=f"profile-batch-{index}",
-            overlay=overlay if guess.steps == 1 else {**overlay, ds_config.GRADIENT_ACCUMULATION: guess.steps},
-            fed=configured if guess.kind == "config" else guess.own,
-            holds=partial(holds, guess=guess),
-        )
+        for keeps_file in (True,) if failed else (False, True):
+            guess = replace(guess, keeps_file=keeps_file and guess.kind != "config")
+            proven = _is_proven(
+                follow_batch(spec, replace(guess, rows=(1, 1)), ranks=ranks),  # a proof counts rows
+                noted,
+                name=f"profile-batch-{index}{'-kept' if keeps_file else ''}",
+                overlay=overlay if guess.steps == 1 else {**overlay, ds_config.GRADIENT_ACCUMULATION: guess.steps},
+                fed=configured if guess.kind == "config" else guess.own,
+                holds=partial(holds, guess=guess),
+            )
+            if not failed or guess.kind == "config":
+                break
         if proven or (proven is None and coincides):
             return None if coincides and guess.kind == "config" else guess
         if guess.kind == "config" and fed.get(2 * configured) == 2 * configured:
@@ -116,7 +128,7 @@ def find_batch_rule(
             f"micro-batch of {' and of '.join(str(size) for size in fed)}. Name the option that does with "
             "--arg-mapping, or name none."
         )
-    return held(observed, sources=sources, present=present, ranks=ranks)
+    return replace(held(observed, sources=sources, present=present, ranks=ranks), keeps_file=failed)
 
 
 def _tokens(record: LaunchRecord) -> set[int]:

@@ -171,7 +171,7 @@ def follow_batch(spec: StudySpec, rule: BatchRule | None, *, ranks: int) -> Stud
         batch[ds_config.TRAIN_BATCH] = ds_config.AUTO if given == ds_config.AUTO else samples
     config = {key: value for key, value in {**spec.ds_config, **batch}.items() if value is not None}
     in_file = spec.ds_config.get(ds_config.MICRO_BATCH)
-    is_unused = rule.kind != "config" and isinstance(in_file, int) and in_file != rule.own
+    is_unused = rule.keeps_file and isinstance(in_file, int) and in_file != rule.own
     script = spec.script.model_copy(
         update={
             "unused_micro_batch": in_file if is_unused else spec.script.unused_micro_batch,
