@@ -40,19 +40,21 @@ def test_the_interval_of_a_paired_ratio_covers_the_truth_95_times_of_100(rounds:
     assert 0.93 < statistics.fmean(covered) < 0.97
 
 
-@pytest.mark.parametrize(("noise", "least"), [(0.01, 3), (0.02, 3), (0.005, 2), (0.01, 2)])
-def test_the_interval_still_covers_it_where_rounds_end_once_it_is_narrow(noise: float, least: int) -> None:
+@pytest.mark.parametrize(
+    ("noise", "least", "true"), [(0.01, 3, 1.1), (0.02, 3, 1.1), (0.005, 2, 1.1), (0.01, 2, 1.1), (0.04, 2, 10.0)]
+)
+def test_the_interval_still_covers_it_where_rounds_end_once_it_is_narrow(noise: float, least: int, true: float) -> None:
     rng = random.Random(4)
     covered, ended = [], []
     for _ in range(400):
         values: dict[int, dict[int, float]] = {number: {} for number in range(4)}
         for rounds in range(1, 61):
             for number, own in values.items():
-                own[rounds] = (11.0 if number == 1 else 10.0) * math.exp(rng.gauss(0, noise))
+                own[rounds] = 10.0 * (true if number == 1 else 1.0) * math.exp(rng.gauss(0, noise))
             ratio = paired_ratio(values[1], values[0], maximize=True, noise=noise_of_rounds(values))
             if rounds >= least and ratio is not None and is_precise(ratio):
                 break
-        covered.append(covers(ratio, 1.1))
+        covered.append(covers(ratio, true))
         ended.append(rounds)
     assert 0.90 <= statistics.fmean(covered) < 0.99
     assert least < statistics.fmean(ended) < 15

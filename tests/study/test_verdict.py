@@ -390,8 +390,10 @@ def test_rounds_end_once_the_speed_up_is_known_and_a_clearly_worse_one_leaves() 
 def test_two_rounds_are_enough_for_a_winner_where_launches_of_the_search_hardly_differ() -> None:
     precise = rounds_of({OWN: [10.0, 10.01], 1: [16.0, 16.02], 2: [12.0, 12.01]})
     assert next_in_rounds(precise, TRIALS, spec=spec(), allowed_s=1e9, noise=0.005) is None
-    for noise in (None, 0.02):
-        turn = present(next_in_rounds(precise, TRIALS, spec=spec(), allowed_s=1e9, noise=noise))
+    large = rounds_of({OWN: [1.0, 1.001], 1: [16.0, 16.02], 2: [12.0, 12.01]})
+    assert next_in_rounds(large, TRIALS, spec=spec(), allowed_s=1e9, noise=0.05) is None
+    for rounds, noise in ((precise, None), (precise, 0.02), (large, 0.1)):
+        turn = present(next_in_rounds(rounds, TRIALS, spec=spec(), allowed_s=1e9, noise=noise))
         assert turn[0] == 3
     for values in ([16.0, 14.0], [9.9, 9.91]):  # not precise; not better than the user's config
         rounds = rounds_of({OWN: [10.0, 10.01], 1: values, 2: [9.0, 9.01]})

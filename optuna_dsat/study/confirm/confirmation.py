@@ -30,12 +30,12 @@ from optuna_dsat.study.confirm.finalists import (
 )
 from optuna_dsat.study.confirm.rounds import (
     MIN_ROUNDS,
-    PRECISION,
     RoundLaunch,
     Rounds,
     is_precise,
     order_of_round,
     paired_ratio,
+    precision_of,
 )
 from optuna_dsat.study.confirm.speeds import speed_of, with_efficiency
 from optuna_dsat.study.confirm.verdict import Verdict, VerdictKind, noise_in_rounds, verdict_of
@@ -55,8 +55,6 @@ _ROUNDS_TO_TELL = 2 * MIN_ROUNDS
 """Number of rounds that is no longer small: the factor on the standard error is then 2.6, after 3 rounds 4.3."""
 _NEARLY_SURE = 2.0
 """Standard errors by which a config must be faster to be nearly certain."""
-_QUIET = PRECISION / 1.96
-"""Relative standard deviation between launches of the search up to which two rounds are likely to be precise enough."""
 _MOST_ROUNDS = 100
 _STEP_TOLERANCE = 0.005
 """A finalist ends once the relative error of its step time is below this."""
@@ -350,16 +348,25 @@ def _is_enough(
     """Whether no further round is needed, or none is allowed."""
     values = rounds.values()
     fewest = min((len(values.get(number, {})) for number in numbers), default=0)
-    is_quiet = noise is not None and noise <= _QUIET
-    if fewest < MIN_ROUNDS - is_quiet:
+    if fewest < MIN_ROUNDS - 1 or (fewest < MIN_ROUNDS and noise is None):
         return not numbers
     verdict = verdict_of(trials, rounds, spec)
     if fewest < MIN_ROUNDS:
-        return verdict is not None and verdict.kind is VerdictKind.WINNER and is_known(verdict, spec=spec)
+        return _is_known_by_two(verdict, noise or 0.0) and is_known(verdict, spec=spec)
     late = spec.confirm_time is None and rounds.spent_s >= allowed_s
     if late and _is_nearly_sure(verdict):
         late = rounds.last >= _ROUNDS_TO_TELL and rounds.spent_s >= allowed_s / SEARCH_SHARE
     return late or is_known(verdict, spec=spec)
+
+
+def _is_known_by_two(verdict: Verdict | None, noise: float) -> bool:
+    """Whether two rounds of launches of this noise, relative and by the search, are likely to tell a winner's speed-up.
+
+    The rounds' own noise may be small by chance.
+    """
+    if verdict is None or verdict.kind is not VerdictKind.WINNER or verdict.result.speed_up is None:
+        return False
+    return 1.96 * noise <= precision_of(verdict.result.speed_up.value)
 
 
 def _is_nearly_sure(verdict: Verdict | None) -> bool:

@@ -279,9 +279,14 @@ def _noise_of(values: Mapping[int, Mapping[int, float]]) -> Noise | None:
     return Noise(relative_sd=math.sqrt(float(residuals @ residuals) / degrees), launches=len(rows), degrees=degrees)
 
 
+def precision_of(ratio: float) -> float:
+    """Return the half-width of the interval of a log ratio at which it is precise enough."""
+    return max(PRECISION, _PRECISION_OF_GAIN * abs(math.log(ratio)))
+
+
 def is_precise(ratio: Interval) -> bool:
     """Whether a ratio is known closely enough to end the rounds."""
-    return ratio.half_width <= max(PRECISION, _PRECISION_OF_GAIN * abs(math.log(ratio.value)))
+    return ratio.half_width <= precision_of(ratio.value)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -103,7 +103,7 @@ class GuidedSettings:
             budget=True,
         ),
         Field(ge=0),
-    ] = 0.001
+    ] = 0.0005
     warm_start: Annotated[
         str | None,
         of_method(
