@@ -39,7 +39,8 @@ from typing import Any
 
 import numpy as np
 
-from optuna_dsat.cost.memory import Hardware, ModelProfile
+from optuna_dsat.config import ds_config
+from optuna_dsat.cost.memory import Hardware, ModelProfile, estimate, zero_settings
 from optuna_dsat.cost.numbers import Numbers
 from optuna_dsat.cost.zero_states import STAGE0_REDUCE_ELEMENTS, ZeroSettings
 
@@ -197,6 +198,20 @@ class Timings:
     """Seconds, shape (4, n), in the order of ``PHASES``; NaN if only the whole step was measured."""
     latency: Numbers
     """Seconds of the whole step."""
+
+
+def step_inputs(
+    profile: ModelProfile, hardware: Hardware, configs: Sequence[Mapping[str, Any]], micro_batches: Sequence[int]
+) -> tuple[Columns, Numbers, Numbers, Numbers]:
+    """Return the inputs of the model of n configs: columns, micro-batch, accumulation, share of memory at the peak."""
+    columns = Columns.of([zero_settings(profile, config, hardware) for config in configs])
+    size = np.array(micro_batches, dtype=np.float64)
+    steps = np.array([int(config.get(ds_config.GRADIENT_ACCUMULATION) or 1) for config in configs], dtype=np.float64)
+    peaks = [
+        estimate(profile, config, micro_batch=each, hardware=hardware).device_bytes
+        for config, each in zip(configs, micro_batches, strict=True)
+    ]
+    return columns, size, steps, np.clip(np.array(peaks) / hardware.device_memory_bytes, 0.01, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)

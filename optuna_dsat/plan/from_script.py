@@ -67,10 +67,10 @@ def plan_script(
                     spec, opened, on_attempt=on_attempt, on_report=lambda _report, _record: None, wait=wait
                 )
                 origin = f"measured with {profiled.measured_with}"
+                earlier = gather(store, profiled.followed_by(spec), profiled, fingerprint=mark)
             on_notice("Timing steps of your config ...")
             profiled = replace(profiled, timed=_timed_steps(profiled.followed_by(spec), profiled, opened, wait))
         store.save_profile(mark, profiled.to_json(), study_uuid="")
-        earlier = gather(store, profiled.followed_by(spec), profiled, fingerprint=mark)
     spec = profiled.followed_by(spec)
     ranks = hardware_of(spec, profiled).world_size * nodes
     machine = priors_of_device(profiled.profile, spec.ds_config, device=spec.device, ranks=ranks)
@@ -118,7 +118,7 @@ def _timed_steps(spec: StudySpec, profiled: Profiled, launcher: Launcher, wait: 
     The larger has fewer accumulation steps where the script takes them. It is left out if it is predicted not to fit,
     and either where it does not run.
     """
-    config, overlay = user_config(spec, data_parallel_size=profiled.data_parallel_size)
+    config, _ = user_config(spec, data_parallel_size=profiled.data_parallel_size)
     hardware, size = hardware_of(spec, profiled), config[ds_config.MICRO_BATCH]
     steps = config[ds_config.GRADIENT_ACCUMULATION]
     fewer = steps if profiled.holds_accumulation else max(1, steps // _LARGER)
@@ -129,7 +129,7 @@ def _timed_steps(spec: StudySpec, profiled: Profiled, launcher: Launcher, wait: 
             break
         batch = ds_config.batch_overlay(micro_batch, accumulation)
         request = launch_request(
-            spec, launch_id=f"timed-{micro_batch}", purpose="trial", overlay={**overlay, **batch}, profiled=profiled
+            spec, launch_id=f"timed-{micro_batch}", purpose="trial", overlay=batch, profiled=profiled
         )
         record, report = follow(launcher, request, wait=wait)
         if report.outcome is Outcome.MEASURED and record.counted:

@@ -16,10 +16,9 @@ import numpy as np
 
 from optuna_dsat.config import ds_config
 from optuna_dsat.cost.gpus import Priors
-from optuna_dsat.cost.memory import Hardware, ModelProfile, estimate, zero_settings
+from optuna_dsat.cost.memory import Hardware, ModelProfile
 from optuna_dsat.cost.memory_posterior import MemoryPosterior
-from optuna_dsat.cost.numbers import Numbers
-from optuna_dsat.cost.step_time import PHASES, Columns, LogCoefficients, StepTimeModel, Timings
+from optuna_dsat.cost.step_time import PHASES, LogCoefficients, StepTimeModel, Timings, step_inputs
 from optuna_dsat.study.profile.profiled import TimedStep
 
 _INTERVAL = 1.645
@@ -112,7 +111,7 @@ def predict_steps(
         return []
     model = step_time_model(subject)
     fitted = model.prior_coefficients()
-    columns, size, steps, fill = _inputs(subject, configs, micro_batches)
+    columns, size, steps, fill = step_inputs(subject.profile, subject.hardware, configs, micro_batches)
     phases, spread = model.expected(fitted, columns, size, steps, fill)
     total = phases.sum(axis=0)
     bounds = model.bounds(fitted.mean, columns, size, steps, fill)
@@ -137,27 +136,14 @@ def predict_steps(
 def fitted_to_steps(subject: Subject, timed: Sequence[TimedStep]) -> LogCoefficients:
     """Return the coefficients fitted to n timed steps on the subject's machine."""
     configs = [step.config for step in timed]
-    columns, size, steps, fill = _inputs(subject, configs, [config[ds_config.MICRO_BATCH] for config in configs])
+    sizes = [config[ds_config.MICRO_BATCH] for config in configs]
+    columns, size, steps, fill = step_inputs(subject.profile, subject.hardware, configs, sizes)
     phases = np.array([[step.metrics[name] for name in (*PHASES[:-1], "latency")] for step in timed]).T
     phases[-1] -= phases[:-1].sum(axis=0)
     latency = phases.sum(axis=0)
     phases[:, ~(phases > 0).all(axis=0)] = math.nan
     timings = Timings(columns=columns, micro_batch=size, accumulation=steps, fill=fill, phases=phases, latency=latency)
     return step_time_model(subject).fit(timings)
-
-
-def _inputs(
-    subject: Subject, configs: Sequence[Mapping[str, Any]], micro_batches: Sequence[float]
-) -> tuple[Columns, Numbers, Numbers, Numbers]:
-    """Return the inputs of the step-time model of n configs: columns, micro-batch, accumulation, filled share."""
-    columns = Columns.of([zero_settings(subject.profile, config, subject.hardware) for config in configs])
-    size = np.array(micro_batches, dtype=np.float64)
-    steps = np.array([int(config.get(ds_config.GRADIENT_ACCUMULATION) or 1) for config in configs], dtype=np.float64)
-    peaks = [
-        estimate(subject.profile, config, micro_batch=int(each), hardware=subject.hardware).device_bytes
-        for config, each in zip(configs, micro_batches, strict=True)
-    ]
-    return columns, size, steps, np.clip(np.array(peaks) / subject.hardware.device_memory_bytes, 0.01, 1.0)
 
 
 def _mfu(subject: Subject, samples_per_s: float) -> float | None:

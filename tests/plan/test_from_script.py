@@ -84,8 +84,8 @@ def test_a_script_is_profiled_and_timed_once_and_searches_sharpen_the_plan(bench
 def test_the_larger_timed_micro_batch_has_fewer_accumulation_steps(bench: StudyBench) -> None:
     hill = Hill()
     for steps in (8, 1):  # the knobs are no part of the profile's key
-        own = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": steps}
-        plan = planned(bench, [], hill, name="p", ds_config={**own, "zero_optimization": {"stage": 2}})
+        user = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": steps}
+        plan = planned(bench, [], hill, name="p", ds_config={**user, "zero_optimization": {"stage": 2}})
         timed = [(item["train_micro_batch_size_per_gpu"], item["gradient_accumulation_steps"]) for item in hill.configs]
         assert timed == [(1, 1), (2, 8), (8, 2)]
         row = next(row for row in plan.rows if row.name == "ZeRO 2")

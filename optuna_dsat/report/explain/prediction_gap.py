@@ -13,13 +13,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.structures import Structure
 from optuna_dsat.cost.gpus import gpu_of_device, priors_of_device
-from optuna_dsat.cost.memory import estimate, zero_settings
-from optuna_dsat.cost.step_time import PHASES, Columns, StepTimeModel
+from optuna_dsat.cost.step_time import PHASES, StepTimeModel, step_inputs
 from optuna_dsat.report.view import StudyView
 from optuna_dsat.study.space import hardware_of
 from optuna_dsat.trials import attributes
@@ -115,13 +112,8 @@ def _predicted(view: StudyView, config: Mapping[str, Any]) -> tuple[dict[str, fl
     profile, hardware = view.profiled.profile, hardware_of(view.spec, view.profiled)
     machine = priors_of_device(profile, config, device=hardware.device, ranks=hardware.world_size)
     model = StepTimeModel.of(profile, hardware, machine=machine)
-    micro_batch = config[ds_config.MICRO_BATCH]
-    peak = estimate(profile, config, micro_batch=micro_batch, hardware=hardware).device_bytes
-    columns = Columns.of([zero_settings(profile, config, hardware)])
-    steps = float(config.get(ds_config.GRADIENT_ACCUMULATION) or 1)
-    fill = min(1.0, max(0.01, peak / hardware.device_memory_bytes))
-    at = [np.array([item], dtype=np.float64) for item in (micro_batch, steps, fill)]
-    phases, spread = model.expected(model.prior_coefficients(), columns, *at)
+    inputs = step_inputs(profile, hardware, [config], [config[ds_config.MICRO_BATCH]])
+    phases, spread = model.expected(model.prior_coefficients(), *inputs)
     return {name: float(phases[row, 0]) for row, name in enumerate(PHASES)}, float(spread[0])
 
 

@@ -348,23 +348,23 @@ def _is_enough(
     """Whether no further round is needed, or none is allowed."""
     values = rounds.values()
     fewest = min((len(values.get(number, {})) for number in numbers), default=0)
-    if fewest < MIN_ROUNDS - 1 or (fewest < MIN_ROUNDS and noise is None):
+    if fewest < MIN_ROUNDS - 1:
         return not numbers
     verdict = verdict_of(trials, rounds, spec)
     if fewest < MIN_ROUNDS:
-        return _is_known_by_two(verdict, noise or 0.0) and is_known(verdict, spec=spec)
+        return _is_known_by_two(verdict, noise) and is_known(verdict, spec=spec)
     late = spec.confirm_time is None and rounds.spent_s >= allowed_s
     if late and _is_nearly_sure(verdict):
         late = rounds.last >= _ROUNDS_TO_TELL and rounds.spent_s >= allowed_s / SEARCH_SHARE
     return late or is_known(verdict, spec=spec)
 
 
-def _is_known_by_two(verdict: Verdict | None, noise: float) -> bool:
+def _is_known_by_two(verdict: Verdict | None, noise: float | None) -> bool:
     """Whether two rounds of launches of this noise, relative and by the search, are likely to tell a winner's speed-up.
 
     The rounds' own noise may be small by chance.
     """
-    if verdict is None or verdict.kind is not VerdictKind.WINNER or verdict.result.speed_up is None:
+    if noise is None or verdict is None or verdict.kind is not VerdictKind.WINNER or verdict.result.speed_up is None:
         return False
     return 1.96 * noise <= precision_of(verdict.result.speed_up.value)
 
