@@ -98,9 +98,9 @@ def classify(facts: LaunchFacts) -> Verdict:
     return verdict or Verdict(outcome=Outcome.MEASURED, message=_measured_message(facts))
 
 
-def observed_micro_batch(facts: LaunchFacts) -> int | None:
-    """Return the largest batch fed to an engine in a counted step (the last of an epoch may be smaller), or None."""
-    steps = [(step.number, step.observed_micro_batch) for step in facts.of(StepMeasured)]
+def observed_micro_batch(facts: LaunchFacts, *, rank: int | None = None) -> int | None:
+    """Return the largest batch fed in a counted step, by any rank or one (the last of an epoch may be smaller)."""
+    steps = [(step.number, step.observed_micro_batch) for step in facts.of(StepMeasured) if rank in (None, step.rank)]
     seen = [(number, size) for number, size in steps if size is not None]
     counted = [size for number, size in seen if number >= facts.start_profile_step]
     return max(counted or [size for _, size in seen], default=None)
@@ -342,9 +342,9 @@ def _left_early(facts: LaunchFacts) -> Verdict | None:
     return None
 
 
-def _caught_out_of_memory(facts: LaunchFacts, then: str) -> Verdict | None:
+def _caught_out_of_memory(facts: LaunchFacts, then: str, *, rank: int | None = None) -> Verdict | None:
     """Return out of memory if the script caught such an error in a rank with a record of its end, and did ``then``."""
-    ends = facts.of(RankFinished)
+    ends = [end for end in facts.of(RankFinished) if rank in (None, end.rank)]
     worst = max(ends, key=lambda end: (end.allocation_failures, end.host_allocation_failures), default=None)
     if worst is None or not (worst.allocation_failures or worst.host_allocation_failures):
         return None
@@ -356,12 +356,17 @@ def _caught_out_of_memory(facts: LaunchFacts, then: str) -> Verdict | None:
 
 def _batch_differs(facts: LaunchFacts) -> Verdict | None:
     observed = observed_micro_batch(facts)
-    if facts.micro_batch is None or observed is None or observed == facts.micro_batch:
+    if facts.micro_batch is None or observed is None:
+        return None
+    for rank in facts.events:  # the script may replace the batch of a rank that is out of memory
+        fed = observed_micro_batch(facts, rank=rank)
+        then = f"fed batches of {fed} instead of {facts.micro_batch}"
+        if fed and fed < facts.micro_batch and (caught := _caught_out_of_memory(facts, then, rank=rank)):
+            return caught
+    if observed == facts.micro_batch:
         return None
     config = facts.config_path or "the config that it passes to deepspeed.initialize"
     if observed < facts.micro_batch:
-        if caught := _caught_out_of_memory(facts, f"fed batches of {observed} instead of {facts.micro_batch}"):
-            return caught
         samples = _training_samples(facts)
         if samples is not None and samples < facts.micro_batch:
             return Verdict(

@@ -355,6 +355,8 @@ def test_a_script_that_reduces_its_batch_when_memory_runs_out_is_out_of_memory()
     verdict = classify(replace(smaller, events=events))
     assert verdict.outcome is Outcome.OUT_OF_MEMORY
     assert "the script caught the error, and fed batches of 2 instead of 4" in verdict.message
+    one_rank = classify(replace(smaller, events={**with_batches(4, 4, 4, 4, 4).events, 1: events[1]}))
+    assert (one_rank.outcome, one_rank.rank, one_rank.message) == (verdict.outcome, 1, f"rank 1{verdict.message[6:]}")
 
 
 def test_caught_errors_of_a_launch_that_was_measured_are_no_verdict() -> None:
