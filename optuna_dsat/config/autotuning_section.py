@@ -65,7 +65,8 @@ _MAY_BE_LISTS = frozenset({"num_gpus", "num_nodes", "mp_size"})
 
 def parse_autotuning(config: Mapping[str, Any], *, path: str = "<config>") -> Autotuning:
     """Read the ``autotuning`` section of a config, if any; ``ConfigError`` for wrong types or contradicting bounds."""
-    section: Mapping[str, Any] = {key.strip(): value for key, value in (config.get("autotuning") or {}).items()}
+    written = (config.get("autotuning") or {}).items()
+    section = {key.strip(): value.strip() if isinstance(value, str) else value for key, value in written}
     known = {field.name for field in fields(Autotuning)} - {"ignored", "unknown", "gpu_counts", "node_counts"}
     values: dict[str, Any] = {}
     for key, value in section.items():

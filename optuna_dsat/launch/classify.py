@@ -332,7 +332,7 @@ def _left_early(facts: LaunchFacts) -> Verdict | None:
         steps = things_in_words(finished.steps, "global step")
         if caught := _caught_out_of_memory(facts, f"ended after {steps}"):
             return caught
-        cause = "its data, its own number of steps or an error that it caught allows no more"
+        cause = "check its data, its number of steps, a finished run that it may resume, and errors that it catches"
         if finished.skipped and not finished.steps:
             cause = _skipped(facts, finished)
         elif finished.skipped:

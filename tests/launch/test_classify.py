@@ -257,6 +257,7 @@ def test_a_rank_that_the_launcher_ended_after_another_had_ended_early_is_no_caus
     verdict = classify(facts(None, finished(1, "script_end", 0), agent_exit_code=None))
     assert verdict.outcome is Outcome.OUT_OF_DATA
     assert verdict.message.startswith("the script ended by itself after 0 global steps")
+    assert "a finished run that it may resume" in verdict.message
 
 
 def test_a_script_without_an_engine_is_told_so() -> None:

@@ -40,7 +40,7 @@ def options(**section: Any) -> tuple[dict[str, Any], list[str]]:
 
 def test_what_deepspeed_asks_for_becomes_our_options() -> None:
     result, notes = options(
-        enabled=True, start_step=4, end_step=9, metric="FLOPS", tuner_type="random", tuner_num_trials=7,
+        enabled=True, start_step=4, end_step=9, metric="FLOPS ", tuner_type=" random", tuner_num_trials=7,
         tuner_early_stopping=3, num_gpus=[1, 2], num_nodes=1, mp_size=1, fast=False,
         arg_mappings={"train_micro_batch_size_per_gpu": "--batch"}, max_train_batch_size=64,
     )  # fmt: skip
