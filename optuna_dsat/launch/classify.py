@@ -18,8 +18,8 @@ Logs are never parsed. The rules, in order of precedence:
 7. A rank that ended before the profile steps were done: ``out_of_data`` if the script ended normally while training
    (``out_of_memory`` if an allocator counted failures, which the script then caught), else ``script_error``. Also if
    so many steps were skipped that none is left to count.
-8. All profile steps done, but the engine's batch differs from the configured batch (``invalid_config``), or no step of
-   positive duration can be read (``script_error``).
+8. All profile steps done, but the engine's batch differs from the configured batch (``invalid_config``), a rank caught
+   out of memory in counted steps, or no step of positive duration can be read (``script_error``).
 9. Otherwise the launch is measured.
 """
 
@@ -354,6 +354,14 @@ def _caught_out_of_memory(facts: LaunchFacts, then: str, *, rank: int | None = N
     return Verdict(outcome=outcome, message=message, rank=worst.rank)
 
 
+def _trained_on(facts: LaunchFacts, rank: int) -> Verdict | None:
+    """Return out of memory if a rank lost batches in counted steps: attempts before them may find out what fits."""
+    steps = [step for step in facts.of(StepMeasured) if step.rank == rank]
+    before = max((step.caught for step in steps if step.number < facts.start_profile_step), default=0)
+    is_lost = any(step.caught > before for step in steps)
+    return _caught_out_of_memory(facts, "trained on", rank=rank) if is_lost else None
+
+
 def _batch_differs(facts: LaunchFacts) -> Verdict | None:
     observed = observed_micro_batch(facts)
     if facts.micro_batch is None or observed is None:
@@ -362,6 +370,8 @@ def _batch_differs(facts: LaunchFacts) -> Verdict | None:
         fed = observed_micro_batch(facts, rank=rank)
         then = f"fed batches of {fed} instead of {facts.micro_batch}"
         if fed and fed < facts.micro_batch and (caught := _caught_out_of_memory(facts, then, rank=rank)):
+            return caught
+        if caught := _trained_on(facts, rank):
             return caught
     if observed == facts.micro_batch:
         return None

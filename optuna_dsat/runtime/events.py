@@ -273,6 +273,8 @@ class StepMeasured(Event, kind="step_measured"):
     to ``dsat_reporting_context``, else counted by the engine."""
     is_ambiguous: bool = False
     """Whether the second dimension of its inputs may have the samples instead, by the known batch sizes."""
+    caught: int = 0
+    """Out-of-memory errors of the trial before the end of the step, all of which the script caught."""
 
     @property
     def number(self) -> int:

@@ -360,9 +360,15 @@ def test_a_script_that_reduces_its_batch_when_memory_runs_out_is_out_of_memory()
     assert (one_rank.outcome, one_rank.rank, one_rank.message) == (verdict.outcome, 1, f"rank 1{verdict.message[6:]}")
 
 
-def test_caught_errors_of_a_launch_that_was_measured_are_no_verdict() -> None:
-    caught = replace(finished(1), allocation_failures=1)
-    assert classify(facts(finished(0), caught)).outcome is Outcome.MEASURED
+@pytest.mark.parametrize(("at_step", "outcome"), [(0, "measured"), (2, "measured"), (4, "out_of_memory")])
+def test_a_launch_is_not_measured_if_the_script_caught_errors_in_counted_steps(at_step: int, outcome: str) -> None:
+    """It skipped every second batch, and was as fast as if it had trained on all."""
+    launch = with_batches(4, 4, 4, 4, 4)
+    steps = [replace(step(1, number), caught=at_step and int(number >= at_step)) for number in range(1, 6)]
+    events = {**launch.events, 1: [ready(1), *steps, replace(finished(1), allocation_failures=1)]}
+    verdict = classify(replace(launch, events=events, start_profile_step=3))
+    assert verdict.outcome.value == outcome
+    assert outcome == "measured" or verdict.message.endswith("1 time: the script caught the error, and trained on")
 
 
 def test_data_smaller_than_a_micro_batch_are_out_of_data() -> None:

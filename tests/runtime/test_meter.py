@@ -384,6 +384,8 @@ def test_a_skipped_step_is_recorded_and_another_is_run_for_it() -> None:
     for _ in range(8):
         assert bench.left == 0
         bench.micro_step()
+        bench.state.allocation_failures += 1
+    assert [step.caught for step in bench.steps] == [1, 3, 5, 7]
     assert [(step.step, step.number, step.skipped, step.skipped_before) for step in bench.steps] == [
         (1, 1, True, 0),
         (2, 1, False, 1),

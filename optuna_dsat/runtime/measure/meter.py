@@ -476,6 +476,7 @@ class Meter:
                 elements_are_tokens=step.fed.are_tokens,
                 steps_completed=self._steps_completed(),
                 is_ambiguous=step.fed.is_ambiguous,
+                caught=state.allocation_failures + state.host_allocation_failures,
             )
         )
         if self._profiler is not None:
