@@ -137,7 +137,7 @@ def _kind(value: Any) -> str:
 def shape_errors(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the key and a message for each value of an invalid type."""
     if not isinstance(raw.get(ZERO, {}), dict | bool):
-        yield ZERO, f"{ZERO} is {_kind(raw[ZERO])}; it must be an object."
+        yield ZERO, f'{ZERO} is {_kind(raw[ZERO])}; it must be an object, such as {{"stage": 1}}.'
     zero = raw.get(ZERO)
     for key in (OFFLOAD_OPTIMIZER, OFFLOAD_PARAM):
         value = zero.get(key) if isinstance(zero, dict) else None
@@ -147,7 +147,8 @@ def shape_errors(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield f"{ZERO}.{key}.device", f"{ZERO}.{key}.device is null; it must be none, cpu or nvme."
     wrong = [key for key in _SECTIONS if not isinstance(raw.get(key, {}), dict)]
     for key in wrong:
-        yield key, f"{key} is {_kind(raw[key])}; it must be an object."
+        example = f', such as {{"enabled": {str(raw[key]).lower()}}}' if isinstance(raw[key], bool) else ""
+        yield key, f"{key} is {_kind(raw[key])}; it must be an object{example}."
     for key in ("optimizer", "scheduler"):
         section = {} if key in wrong else raw.get(key, {})
         kind, params = section.get("type"), section.get("params")
