@@ -14,7 +14,8 @@ Logs are never parsed. The rules, in order of precedence:
    another process, which may also have ended torchrun or the process it was forked from (``killed``). SIGABRT and
    SIGTERM rank below a communication error: NCCL and gloo abort processes, and torchrun ends the siblings of a failed
    rank with SIGTERM.
-6. A ``communication_error`` record, or ranks that never started.
+6. A ``communication_error`` record, or ranks that never started. As in rule 2, it is ``out_of_memory`` if another rank
+   caught that and ended: the script skipped the batch there alone.
 7. A rank that ended before the profile steps were done: ``out_of_data`` if the script ended normally while training
    (``out_of_memory`` if an allocator counted failures, which the script then caught), else ``script_error``. Also if
    so many steps were skipped that none is left to count.
@@ -68,6 +69,8 @@ _WORKER_KILLED = "is killed by signal: Killed"
 
 _QUIET_SIGNALS = frozenset({signal.SIGABRT, signal.SIGTERM})
 """Signals that are usually the consequence of another rank's failure, not the cause."""
+
+_ALONE = "went on without the other ranks, which waited for it"
 
 _TYPES = {
     "optimizer": "is not a supported DeepSpeed Optimizer",
@@ -148,6 +151,8 @@ def _stopped(facts: LaunchFacts) -> Verdict | None:
     if facts.stop.outcome is Outcome.MEASURED:  # enough steps were measured
         message = facts.stop.message + _remarks(facts)
         return _batch_differs(facts) or Verdict(outcome=Outcome.MEASURED, message=message)
+    if facts.stop.outcome in (Outcome.STALLED, Outcome.TIMEOUT) and (caught := _caught_out_of_memory(facts, _ALONE)):
+        return caught
     return Verdict(outcome=facts.stop.outcome, message=facts.stop.message or f"stopped: {facts.stop.outcome.value}")
 
 
@@ -293,6 +298,8 @@ def _silent_death(facts: LaunchFacts) -> Verdict | None:
 
 def _communication(facts: LaunchFacts) -> Verdict | None:
     records = _failures(facts, Outcome.COMMUNICATION_ERROR)
+    if records and (caught := _caught_out_of_memory(facts, _ALONE)):
+        return caught
     if records:
         record = records[0]
         return _from_record(record, f"communication failed: {record.error_type}", cause=failure_line(record.message))

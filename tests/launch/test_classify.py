@@ -337,6 +337,11 @@ def test_caught_errors_of_the_allocator_are_out_of_memory() -> None:
     )
     assert on_host.outcome is Outcome.HOST_OUT_OF_MEMORY
     assert "host out of memory 2 times: the script caught the error" in on_host.message
+    stalled = Verdict(outcome=Outcome.STALLED, message="still")
+    for skipped in (facts(failed(0, COMM), caught), facts(None, caught, stop=stalled)):  # by one rank, alone
+        verdict = classify(skipped)
+        assert (verdict.outcome, verdict.rank) == (Outcome.OUT_OF_MEMORY, 1)
+        assert "went on without the other ranks" in verdict.message
     left = replace(finished(1, "exit_code_1", 0), allocation_failures=1)
     verdict = classify(facts(left, None))
     assert (verdict.outcome, verdict.message) == (
