@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
 import gc
 import importlib
+import logging
 import mmap
 import os
 import resource
@@ -295,7 +297,8 @@ def test_only_deepspeeds_buffers_are_unlinked(tmp_path: Path) -> None:
 
 
 def test_out_of_memory_errors_are_counted_though_the_script_catches_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    for owner, name in ((torch.OutOfMemoryError, "__init__"), (torch.cuda, "empty_cache"), (gc, "collect")):
+    handlers = ((torch.cuda, "empty_cache"), (gc, "collect"), (builtins, "print"), (logging.Logger, "handle"))
+    for owner, name in ((torch.OutOfMemoryError, "__init__"), *handlers):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     state = RankState(device="cuda")
     watch_caught_errors(torch, state.note_error)
@@ -310,6 +313,12 @@ def test_out_of_memory_errors_are_counted_though_the_script_catches_them(monkeyp
         assert shown == text
     torch.cuda.empty_cache()
     assert state.allocation_failures == 2
+    for report in (print, logging.getLogger("script").warning):
+        try:
+            raise RuntimeError(memory)
+        except RuntimeError:
+            report("out of memory, the batch is skipped")
+    assert state.allocation_failures == 4
 
 
 MIB = 2**20

@@ -10,9 +10,11 @@ within a phase).
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import ctypes
 import gc
+import logging
 import os
 import platform
 import resource
@@ -184,17 +186,18 @@ def limit_cuda_memory(torch: Any, budget_bytes: int, local_rank: int) -> None:
 
 
 def watch_caught_errors(torch: Any, note: Callable[[BaseException], None]) -> None:
-    """Call ``note`` at each ``torch.OutOfMemoryError``, and with an error that the script handles by freeing memory."""
+    """Call ``note`` at each ``torch.OutOfMemoryError``, and with an error whose handler frees memory or reports."""
 
     @patch(getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError), "__init__")  # torch before 2.5
     def init(original: Any, self: BaseException, *args: object) -> None:
         original(self, *args)
         note(self)
 
-    for module, name in ((torch.cuda, "empty_cache"), (gc, "collect")):
+    handlers = ((torch.cuda, "empty_cache"), (gc, "collect"), (builtins, "print"), (logging.Logger, "handle"))
+    for owner, name in handlers:
 
-        @patch(module, name)
-        def free(original: Any, *args: Any, **kwargs: Any) -> Any:
+        @patch(owner, name)
+        def handle(original: Any, *args: Any, **kwargs: Any) -> Any:
             if (handled := sys.exc_info()[1]) is not None:
                 note(handled)
             return original(*args, **kwargs)
