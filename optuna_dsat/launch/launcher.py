@@ -385,7 +385,7 @@ class TorchrunLauncher:
     def close(self) -> None:
         """End everything still running, and wait until its processes on this machine are gone."""
         self._places.close()
-        for launch in self._running.values():
+        for launch in (*self._running.values(), *self._parked.values()):
             launch.shorten_logs()
         for held in (self._running, self._waiting, self._parked, self._ordered):
             held.clear()

@@ -148,6 +148,15 @@ def test_accumulation_follows_where_the_engine_counts_and_ranks_leave_when_nothi
     assert launcher.free_slots == 2
 
 
+def test_logs_of_ranks_that_wait_for_another_trial_are_shortened_at_the_end(tmp_path: Path) -> None:
+    """The last trial of a search kept all that its script wrote."""
+    launcher, shortened = local_launcher(tmp_path, devices=cpu_devices(1)), list[str]()
+    waiting: Any = SimpleNamespace(shorten_logs=lambda: shortened.append("last"))
+    launcher._parked["last"] = waiting
+    launcher.close()
+    assert (shortened, launcher._parked) == (["last"], {})
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_engines_that_train_in_turns_all_follow_and_the_first_stays_measured(
     run: Run, launcher: TorchrunLauncher, stage: int
