@@ -123,6 +123,25 @@ def test_a_console_script_that_launches_by_itself_comes_to_what_it_launches(fold
     assert "ACCELERATE_CONFIG_DS_FIELDS" not in result.environment, "a trial has a config file in place of the fields"
 
 
+def test_axolotl_launches_by_its_options(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module that trains was given the options for the launcher, and a rank for each GPU."""
+    stand_in_for_torch(folder, monkeypatch)
+    installed = folder / "installed"
+    (installed / "axolotl" / "cli").mkdir(parents=True)
+    (installed / "axolotl" / "cli" / "main.py").write_text(
+        "import os, sys\n\nLAUNCHERS = ['torchrun']\n\n\ndef main():\n"
+        "    config, _, launcher, _, *options = sys.argv[2:]\n"
+        "    os.execvpe(launcher, [launcher, *options, 'train.py', config], os.environ)\n"
+    )
+    (folder / "axolotl").write_text(f"#!{sys.executable}\nimport sys\nfrom axolotl.cli.main import main\nmain()\n")
+    (folder / "axolotl").chmod(0o755)
+    declare_console_script(installed, "axolotl", "axolotl.cli.main:main", monkeypatch)
+    monkeypatch.syspath_prepend(str(installed))
+    result = read(folder, "./axolotl train run.yml --launcher torchrun -- --nproc_per_node=2")
+    assert result is not None
+    assert (result.script, result.args, result.ranks) == ("train.py", ("run.yml",), 2)
+
+
 def test_a_console_script_that_trains_by_itself_is_the_module_that_it_runs(
     folder: Path, tool: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -147,7 +147,7 @@ class BatchSources:
     def rescale(self, ratio: Fraction) -> int:
         """Multiply the batch size of the data loaders that feed the engine, also within an iteration.
 
-        Without such a loader, fixed inputs are repeated.
+        Batches that workers have prefetched are skipped. Without such a loader, fixed inputs are repeated.
 
         Returns:
             Number of batches that may still have the earlier size: prefetched by the workers of a loader, and
@@ -155,6 +155,8 @@ class BatchSources:
         """
         self._scale *= ratio
         feeding = [loader for loader in self._loaders if loader.trains] or self._loaders  # none after a single batch
+        for loader in feeding:
+            loader.to_skip = loader.prefetched
         return max((loader.prefetched + _READ_AHEAD for loader in feeding), default=0)
 
     def skip_read_ahead(self) -> None:

@@ -52,7 +52,6 @@ MAINS = {
 
 _TRAINS = {
     ("llamafactory.cli", "train"): "llamafactory.launcher",
-    ("axolotl.cli.main", "train"): "axolotl.cli.train",
 }
 """(Module of a console script, its first argument) -> the module that trains in each rank, from their sources."""
 _LONGEST_SCRIPT = 2**16
