@@ -5,7 +5,6 @@ Imports neither. Modules imported later (transformers, accelerate) get the wrapp
 
 from __future__ import annotations
 
-import copy
 import inspect
 import os
 import sys
@@ -63,7 +62,7 @@ from optuna_dsat.runtime.measure.meter import Meter, RankState
 from optuna_dsat.runtime.measure.profiler import Profiler
 from optuna_dsat.runtime.overlay import MICRO_BATCH, MODEL, read_config, without_impossible_zero
 from optuna_dsat.runtime.rank import LaunchPlan, Rank
-from optuna_dsat.runtime.trial_config import TrialConfig
+from optuna_dsat.runtime.trial_config import TrialConfig, without_values
 
 _MOST_STEPS_WITHOUT_ENGINE = 3
 """Number of optimizer steps before ``deepspeed.initialize`` after which a script counts as not using DeepSpeed."""
@@ -316,16 +315,13 @@ class DeepSpeedHook:
         on_args = [name for name in names if getattr(args, name, None) is not None]
         if given and [getattr(args, name) for name in on_args] == [self._plan.config_path]:
             # The option has the default set by this package (``adapt/config.py``): the script's config counts.
-            arguments["args"] = args = copy.copy(args)
-            setattr(args, on_args.pop(), None)
+            arguments["args"], on_args = without_values(args, on_args), []
         if given and not on_args:
             # DeepSpeed reads ``config_params`` only without ``config``.
             source = arguments[given[0]]
         elif on_args and not given:
             source = getattr(args, on_args[0])
-            arguments["args"] = args = copy.copy(args)
-            for name in on_args:
-                setattr(args, name, None)
+            arguments["args"] = without_values(args, on_args)
         elif not given and self._plan.user_config_path:
             source = self._plan.config_path  # the script passes no config: use the tuned file
         else:

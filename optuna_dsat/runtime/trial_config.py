@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -280,3 +281,15 @@ def _stage_of(config: Mapping[str, Any]) -> int:
     zero = config.get("zero_optimization")
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
     return stage if isinstance(stage, int) else 0
+
+
+def without_values(args: Any, names: Sequence[str]) -> Any:
+    """Return a copy of an object whose attributes ``names`` are None, be they read-only properties."""
+    args = copy.copy(args)
+    for name in names:
+        try:
+            setattr(args, name, None)
+        except AttributeError:
+            members = {"__slots__": (), name: property(lambda _: None)}
+            object.__setattr__(args, "__class__", type(type(args).__name__, (type(args),), members))
+    return args

@@ -115,6 +115,7 @@ CALLS = (
     "deepspeed.initialize(config=PATH)",
     "deepspeed.initialize(config_params=CONFIG)",
     "deepspeed.initialize(ARGS)",
+    "deepspeed.initialize(Properties(other=1))",
     "initialize(ARGS, config_params=None)",
     "deepspeed.DeepSpeedEngine(None, 'model', config_class=deepspeed.DeepSpeedConfig(CONFIG))",
 )
@@ -128,6 +129,8 @@ from deepspeed import initialize
 PATH = sys.argv[1]
 CONFIG = json.load(open(PATH))
 ARGS = argparse.Namespace(deepspeed_config=PATH, other=1)
+class Properties(argparse.Namespace):
+    deepspeed_config = property(lambda self: CONFIG)
 before = copy.deepcopy(CONFIG)
 for call in {CALLS}:
     exec(call)
@@ -143,7 +146,7 @@ for call in {CALLS}:
         assert config["zero_optimization"]["stage"] == 1, call
         assert config["optimizer"]["type"] == "AdamW", call
         assert config_params is None, call
-        assert args in (None, {"deepspeed_config": None, "other": 1}), call
+        assert args in (None, {"other": 1}, {"deepspeed_config": None, "other": 1}), call
     assert [event.kind for event in launch.events()] == ["rank_started", "rank_finished"]
 
 
