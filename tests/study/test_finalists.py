@@ -41,23 +41,19 @@ def test_what_the_search_is_sure_of_takes_no_place_among_the_finalists() -> None
     batches = {OWN: 2, 1: 64, 2: 16, 3: 4, 4: 8}
     trials = [trial(number, value, micro_batch=batches[number]) for number, value in values.items()]
 
-    def chosen(sd: float, *, min_gain: float = 0.001) -> list[int]:
-        estimate = searched({number: (value, sd) for number, value in values.items()})
-        return finalists(trials, estimate, options={"min_gain": min_gain})
+    def chosen(sd: float) -> list[int]:
+        return finalists(trials, searched({number: (value, sd) for number, value in values.items()}))
 
-    assert chosen(0.001, min_gain=0.0) == [1, 2, OWN]
-    assert chosen(0.015, min_gain=0.0) == [1, 2, 3, OWN]
-    assert chosen(0.015) == [1, 2, OWN], "what is 4% behind is not worth three launches"
-    assert chosen(0.03) == [1, 3, 2, OWN], "that of the smallest batch may be as good"
+    assert chosen(0.001) == [1, 2, OWN]
+    assert chosen(0.015) == [1, 2, OWN], "4% behind is no tie"
+    assert chosen(0.03) == [1, 3, OWN], "that of the smallest batch may be as good"
 
 
 def test_finalists_that_rounds_would_not_tell_apart_take_no_launches() -> None:
     """Three launches of each were made to tell configs apart that differ in a setting without effect."""
-    trials = [trial(OWN, 10.0), *(trial(number, 20.0, micro_batch=64) for number in (1, 2, 3))]
+    trials = [trial(OWN, 10.0), *(trial(number, 20.0, micro_batch=64 - number) for number in (1, 2, 3))]
     estimate = searched({OWN: (10.0, 0.01), 1: (20.0, 0.0), 2: (19.98, 0.0), 3: (19.97, 0.02)})
-    assert finalists(trials, estimate, noise=0.0) == [1, 3, OWN]
-    assert finalists(trials, estimate, noise=0.001) == [1, 3, OWN]
-    assert finalists(trials, estimate, noise=0.1) == [1, OWN]
+    assert finalists(trials, estimate, noise=0.001) == [1, OWN]
 
 
 def test_the_best_measurement_is_a_finalist_only_if_noise_does_not_explain_it() -> None:
@@ -66,20 +62,6 @@ def test_the_best_measurement_is_a_finalist_only_if_noise_does_not_explain_it() 
     estimate = searched({OWN: (10.0, 0.01), 1: (18.5, 0.01), 2: (20.0, 0.01)})
     assert finalists(trials, estimate, noise=0.04) == [2, OWN]
     assert finalists(trials, estimate, noise=0.01) == [2, 1, OWN], "3 % is more than two launches differ by"
-
-
-def test_a_finalist_of_long_launches_has_to_gain_as_much() -> None:
-    """Three launches of four times the seconds were made of what had measured best by chance."""
-    trials = [trial(OWN, 10.0), *(trial(number, value, micro_batch=16) for number, value in ((1, 20.0), (2, 19.9)))]
-    estimate = searched({OWN: (10.0, 0.01), 1: (20.0, 0.0), 2: (19.9, 0.016)})
-
-    def chosen(latency_s: float) -> list[int]:
-        trials[2].set_user_attr(attributes.METRICS, {"latency": latency_s})
-        trials[1].set_user_attr(attributes.METRICS, {"latency": 1.0})
-        return finalists(trials, estimate, noise=0.01)
-
-    assert chosen(1.0) == [1, 2, OWN]
-    assert chosen(4.0) == [1, OWN]
 
 
 def test_where_no_finalist_is_any_good_the_next_best_is_heard_within_the_limits() -> None:

@@ -6,14 +6,12 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-import numpy as np
 from optuna.trial import FrozenTrial
 
-from optuna_dsat.guided.acquisition import expected_improvement, learnt_spread
 from optuna_dsat.guided.joint_estimate import JointEstimate
 from optuna_dsat.metrics import speed_up
 from optuna_dsat.study.confirm.rounds import MIN_ROUNDS, Rounds
-from optuna_dsat.study.confirm.verdict import VerdictKind, are_alike, user_batch, verdict_of
+from optuna_dsat.study.confirm.verdict import VerdictKind, user_batch, verdict_of
 from optuna_dsat.study.spec import StudySpec
 from optuna_dsat.trials import attributes
 
@@ -22,11 +20,8 @@ USUAL_NOISE = 0.02
 differ by 1 or 2%.
 """
 
-_SURE_SDS = 2.0
-"""Standard deviations of the search's posterior by which a trial is surely worse than another."""
-
-_LEAST_SD = 1e-9
-"""Lower bound of the standard deviation of a log ratio, to avoid division by zero."""
+_FEWER = 1.5
+"""Factor by which a global batch must be smaller for another config of the same speed to be measured in rounds."""
 
 
 def confirmation_end(spec: StudySpec) -> int:
@@ -54,11 +49,9 @@ def choose_finalists(
     """Return the numbers of the finalists, including the user's config.
 
     The first of ``--confirm`` finalists is the method's best. The second has the smallest global batch of the trials
-    that cannot be distinguished from the best measurement, by noise or ``--tie``. As a model may be wrong, the best
-    measurement follows if it exceeds the first's by more than the noise; then the next best. If the method has a
-    posterior, it decides which trials cannot be distinguished from the best. Trials that are surely worse than a tie
-    are then excluded, as are trials from which three rounds are expected to gain less than ``--min-gain`` per launch,
-    with launches as long as at this smallest batch. With ``--batch both`` the best trial at the user's global batch is
+    that noise or ``--tie`` does not distinguish from the best, if that is smaller by ``_FEWER``. As a model may be
+    wrong, the best measurement follows if it exceeds the first's by more than the noise. Without a posterior, which
+    says that others are worse, the next best follow. With ``--batch both`` the best trial at the user's global batch is
     added. A trial whose simplification was no slower than a tie is replaced by it.
 
     Args:
@@ -81,30 +74,17 @@ def choose_finalists(
     }
     best, sd = others[0].number, USUAL_NOISE if noise is None else noise
     if estimate is None:
-        margin = max(spec.tie, 2 * sd)
-        value = abs(measured[0].values[0])
+        margin, value = max(spec.tie, 2 * sd), abs(measured[0].values[0])
         equal = [trial.number for trial in measured if abs(abs(trial.values[0]) / value - 1) <= margin]
     else:
-        equal, possible = (
-            [trial.number for trial in others if not _is_below(trial.number, best, estimate, sds=sds, tie=spec.tie)]
-            for sds in (1, _SURE_SDS)
-        )
-        equal = [number for number in equal if number == best or not are_alike(batches[number], batches[best])]
+        equal = [trial.number for trial in others if not _is_below(trial.number, best, estimate, tie=spec.tie)]
     rank = {trial.number: place for place, trial in enumerate(others)}
     smallest = min(equal, key=lambda number: (batches[number], rank[number]))
-    more = others
-    if estimate is not None:
-        seconds = {trial.number: _launch_s(trial, spec) for trial in others}
-
-        def is_worth_it(number: int) -> bool:
-            launches = MIN_ROUNDS * max(1.0, seconds[number] / seconds[smallest])
-            return _gain_of_rounds(number, best, estimate, noise=sd) >= launches * spec.options.min_gain
-
-        more = [trial for trial in others if trial.number in possible and is_worth_it(trial.number)]
-    places = [best, smallest]
+    places = [best, *([smallest] if _FEWER * batches[smallest] <= batches[best] else [])]
     if abs(math.log(measured[0].values[0] / others[0].values[0])) > math.sqrt(2) * sd:
         places.append(measured[0].number)
-    places += [trial.number for trial in more]
+    if estimate is None:
+        places += rank
     chosen = list(dict.fromkeys(places))[: spec.confirm]
     if spec.batch == "both":
         batch = user_batch(candidates, spec=spec)
@@ -127,27 +107,10 @@ def _simplified(candidates: Sequence[FrozenTrial], spec: StudySpec) -> set[int]:
     return numbers
 
 
-def _is_below(number: int, best: int, estimate: JointEstimate, *, sds: float, tie: float) -> bool:
-    """Whether a trial is worse than a tie with the best by ``sds`` standard deviations."""
+def _is_below(number: int, best: int, estimate: JointEstimate, *, tie: float) -> bool:
+    """Whether a trial is worse than a tie with the best by a standard deviation."""
     log_ratio, sd = estimate.log_ratio(number, best)
-    return log_ratio + sds * sd < math.log1p(-tie)
-
-
-def _launch_s(trial: FrozenTrial, spec: StudySpec) -> float:
-    """Return the recorded duration of a trial's launch, in seconds; 1 if none was recorded."""
-    attrs = trial.user_attrs
-    step_s = (attrs.get(attributes.METRICS) or {}).get("latency")
-    return (attrs.get(attributes.OVERHEAD_S) or 0.0) + spec.end_profile_step * step_s if step_s else 1.0
-
-
-def _gain_of_rounds(number: int, best: int, estimate: JointEstimate, *, noise: float) -> float:
-    """Return the expected gain of comparing a trial with the best trial, in the metric's logarithm.
-
-    This is the expected improvement from learning their ratio in ``MIN_ROUNDS`` rounds of both with this noise.
-    """
-    log_ratio, sd = estimate.log_ratio(number, best)
-    learnt = learnt_spread(np.array(max(sd, _LEAST_SD) ** 2), 2 * noise**2 / MIN_ROUNDS)
-    return float(expected_improvement(np.array(log_ratio), learnt))
+    return log_ratio + sd < math.log1p(-tie)
 
 
 # Replacement of finalists that failed with more steps or were not better than the user's config in the rounds.
