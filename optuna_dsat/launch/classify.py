@@ -298,9 +298,9 @@ def _silent_death(facts: LaunchFacts) -> Verdict | None:
 
 def _communication(facts: LaunchFacts) -> Verdict | None:
     records = _failures(facts, Outcome.COMMUNICATION_ERROR)
-    if records and (caught := _caught_out_of_memory(facts, _ALONE)):
-        return caught
     if records:
+        if caught := _caught_out_of_memory(facts, _ALONE):
+            return caught
         record = records[0]
         return _from_record(record, f"communication failed: {record.error_type}", cause=failure_line(record.message))
     missing = [rank for rank in range(facts.slots) if not facts.events.get(rank)]
@@ -373,7 +373,8 @@ def _batch_differs(facts: LaunchFacts) -> Verdict | None:
     observed = observed_micro_batch(facts)
     if facts.micro_batch is None or observed is None:
         return None
-    for rank in facts.events:  # the script may replace the batch of a rank that is out of memory
+    for rank in [end.rank for end in facts.of(RankFinished) if end.allocation_failures or end.host_allocation_failures]:
+        # the script may have replaced the batch of this rank alone
         fed = observed_micro_batch(facts, rank=rank)
         then = f"fed batches of {fed} instead of {facts.micro_batch}"
         if fed and fed < facts.micro_batch and (caught := _caught_out_of_memory(facts, then, rank=rank)):
