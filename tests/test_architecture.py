@@ -200,7 +200,7 @@ def test_every_option_of_a_search_is_declared_in_one_class() -> None:
     assert twice <= {"script", "ds_config", "method"}, "an option names what the spec's field of that name holds"
 
 
-MOST_PRODUCT_LINES = 64_438
+MOST_PRODUCT_LINES = 64_439
 MOST_PRODUCT_FILES = 322
 MOST_TEST_LINES = 52_000
 MOST_BENCHMARK_LINES = 7_323

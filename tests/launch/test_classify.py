@@ -21,7 +21,7 @@ from optuna_dsat.runtime.events import (
     RankStarted,
     StepMeasured,
 )
-from optuna_dsat.runtime.failure import diagnose, failure_line
+from optuna_dsat.runtime.failure import diagnose
 from tests.harness.events import engine, step_of
 
 PRUNE = Verdict(outcome=Outcome.PRUNED, message="cannot win")
@@ -408,57 +408,6 @@ def test_evaluation_that_is_left_out_is_told(seconds: list[float], message: str)
     seen = {0: [started(0), ready(0), *steps, finished(0, steps=3)]}
     verdict = classify(facts(events=seen, slots=1, start_profile_step=2, end_profile_step=3, exit_codes={}))
     assert (verdict.outcome, verdict.message) == (Outcome.MEASURED, message)
-
-
-@pytest.mark.parametrize(
-    ("message", "line"),
-    [
-        (
-            "1 validation error for DeepSpeedZeroConfig\nreduce_bucket_size\n  Input should be a valid integer ["
-            "type=int_parsing, input_value='2e8', input_type=str]\n    For further "
-            "information visit https://errors.pydantic.dev/2.14/v/int_parsing",
-            "zero_optimization.reduce_bucket_size is '2e8': it must be a whole number",
-        ),
-        (
-            "2 validation errors for DeepSpeedZeroConfig\ncpu_offload_params\n  Extra inputs are not permitted "
-            "[type=extra_forbidden, input_value=True, input_type=bool]\n    For further information visit x\n"
-            "offload_optimizer.device\n  Input should be 'none', 'cpu' or 'nvme' [type=enum, input_value='gpu', "
-            "input_type=str]",
-            "zero_optimization.cpu_offload_params: DeepSpeed has no such key; "
-            "zero_optimization.offload_optimizer.device is 'gpu': it must be 'none', 'cpu' or 'nvme'",
-        ),
-        (
-            "1 validation error for DeepSpeedZeroConfig\nstage\n  Input should be 0, 1, 2, 3 or 3 [type=enum, "
-            "input_value=7, input_type=int]",
-            "zero_optimization.stage is 7: it must be 0, 1, 2 or 3",
-        ),
-        (
-            "1 validation error for DeepSpeedZeroConfig\nstage \n  Extra inputs are not permitted "
-            "[type=extra_forbidden, input_value=1, input_type=int]",
-            "'zero_optimization.stage ': DeepSpeed has no such key: remove the blank at its end",
-        ),
-        (
-            "1 validation error for Settings\n  Value error, a and b exclude each other [type=value_error, "
-            "input_value={'a': 1}, input_type=dict]",
-            "Settings: a and b exclude each other",
-        ),
-        (
-            "Please correct:\n- lr=1 vs 2\n- steps=3 vs 4\nSet them to 'auto'.",
-            "Please correct: lr=1 vs 2; steps=3 vs 4; Set them to 'auto'",
-        ),
-        (
-            "Caught KeyError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
-            '  File "a.py", line 1, in b\n    c()\nOSError: d\n\nDuring handling of the above exception, another '
-            'exception occurred:\n\nTraceback (most recent call last):\n  File "a.py", line 3, in b\n'
-            "KeyError: 'bad sample 633'\n",
-            "Caught KeyError in DataLoader worker process 0: KeyError: 'bad sample 633'",
-        ),
-        ("\n  first line.\nsecond", "first line"),
-        ("", ""),
-    ],
-)
-def test_the_line_names_keys_and_cause(message: str, line: str) -> None:
-    assert failure_line(message) == line
 
 
 @pytest.mark.parametrize(

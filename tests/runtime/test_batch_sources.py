@@ -461,7 +461,6 @@ def test_a_loader_whose_batches_are_read_ahead_feeds_the_engine() -> None:
 
 
 def test_batches_prefetched_before_a_change_are_skipped() -> None:
-    """A running launch trained 68 steps with them before the trial that continued it was measured."""
     fed = Fed()
     made = sources(fed=fed)
     counter = sample_counter(lambda: made.numbers({1}))

@@ -17,6 +17,7 @@ from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.failure import (
     TooFewSamplesError,
     diagnose,
+    failure_line,
     format_traceback,
     message_of,
     message_with_cause,
@@ -338,3 +339,54 @@ def test_a_failed_build_is_told_by_its_cause_and_not_by_the_compilers_command(li
     error = RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
     error.__cause__ = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
     assert message_with_cause(error).endswith("unexpectedly: DataLoader worker (pid 7) is killed by signal: Killed.")
+
+
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [
+        (
+            "1 validation error for DeepSpeedZeroConfig\nreduce_bucket_size\n  Input should be a valid integer ["
+            "type=int_parsing, input_value='2e8', input_type=str]\n    For further "
+            "information visit https://errors.pydantic.dev/2.14/v/int_parsing",
+            "zero_optimization.reduce_bucket_size is '2e8': it must be a whole number",
+        ),
+        (
+            "2 validation errors for DeepSpeedZeroConfig\ncpu_offload_params\n  Extra inputs are not permitted "
+            "[type=extra_forbidden, input_value=True, input_type=bool]\n    For further information visit x\n"
+            "offload_optimizer.device\n  Input should be 'none', 'cpu' or 'nvme' [type=enum, input_value='gpu', "
+            "input_type=str]",
+            "zero_optimization.cpu_offload_params: DeepSpeed has no such key; "
+            "zero_optimization.offload_optimizer.device is 'gpu': it must be 'none', 'cpu' or 'nvme'",
+        ),
+        (
+            "1 validation error for DeepSpeedZeroConfig\nstage\n  Input should be 0, 1, 2, 3 or 3 [type=enum, "
+            "input_value=7, input_type=int]",
+            "zero_optimization.stage is 7: it must be 0, 1, 2 or 3",
+        ),
+        (
+            "1 validation error for DeepSpeedZeroConfig\nstage \n  Extra inputs are not permitted "
+            "[type=extra_forbidden, input_value=1, input_type=int]",
+            "'zero_optimization.stage ': DeepSpeed has no such key: remove the blank at its end",
+        ),
+        (
+            "1 validation error for Settings\n  Value error, a and b exclude each other [type=value_error, "
+            "input_value={'a': 1}, input_type=dict]",
+            "Settings: a and b exclude each other",
+        ),
+        (
+            "Please correct:\n- lr=1 vs 2\n- steps=3 vs 4\nSet them to 'auto'.",
+            "Please correct: lr=1 vs 2; steps=3 vs 4; Set them to 'auto'",
+        ),
+        (
+            "Caught KeyError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
+            '  File "a.py", line 1, in b\n    c()\nOSError: d\n\nDuring handling of the above exception, another '
+            'exception occurred:\n\nTraceback (most recent call last):\n  File "a.py", line 3, in b\n'
+            "KeyError: 'bad sample 633'\n",
+            "Caught KeyError in DataLoader worker process 0: KeyError: 'bad sample 633'",
+        ),
+        ("\n  first line.\nsecond", "first line"),
+        ("", ""),
+    ],
+)
+def test_the_line_names_keys_and_cause(message: str, line: str) -> None:
+    assert failure_line(message) == line

@@ -150,8 +150,8 @@ class BatchSources:
         Batches that workers have prefetched are skipped. Without such a loader, fixed inputs are repeated.
 
         Returns:
-            Number of batches that may still have the earlier size: prefetched by the workers of a loader, and
-            some that are read ahead; 0 without a data loader of torch.
+            Most batches that may still have the earlier size: as many as the workers of a loader prefetch, and some
+            that are read ahead; 0 without a data loader of torch.
         """
         self._scale *= ratio
         feeding = [loader for loader in self._loaders if loader.trains] or self._loaders  # none after a single batch
