@@ -17,7 +17,7 @@ from itertools import combinations, permutations
 from statistics import fmean, median, pstdev
 from typing import Any
 
-from benchmarks.published import PublishedTable, Row, published_tables
+from benchmarks.published import Curve, PublishedTable, Row, published_curves, published_tables
 from optuna_dsat.cost.gpus import GPUS
 from optuna_dsat.cost.memory import estimate
 from optuna_dsat.cost.memory_posterior import MemoryPosterior
@@ -221,17 +221,6 @@ def slopes(results: Sequence[Comparison], setting: str) -> list[float]:
     return [sum(x * y for x, y in points) / sum(x * x for x, _ in points)] if points else []
 
 
-def against_others(results: Sequence[Comparison], stage: int) -> list[float]:
-    """Return the mean deviation of a stage relative to a table's other stages, without offload."""
-    rated = [
-        (item.row.stage == stage, item.deviation)
-        for item in results
-        if item.deviation is not None and item.row.offload_optimizer == item.row.offload_param == "none"
-    ]
-    sides = [[value for ours, value in rated if ours is side] for side in (True, False)]
-    return [fmean(sides[0]) - fmean(sides[1])] if all(sides) else []
-
-
 def needless_savings(results: Sequence[Comparison]) -> list[float]:
     """Return the measured rates with ZeRO 3 or an offload relative to a simpler structure at the same micro-batch.
 
@@ -252,6 +241,31 @@ def _savings(row: Row) -> tuple[bool, bool, bool]:
 
 def _batch(row: Row) -> tuple[Any, ...]:
     return row.micro_batch, row.accumulation, row.gpus, row.checkpointing, row.sequence
+
+
+def roughness(curve: Curve) -> list[float]:
+    """Return the logarithms of a curve's step times over what the line between their two neighbours has there."""
+    points = [(float(size), seconds) for size, seconds in curve.step_s.items()]
+    return [
+        math.log(time / (before + (later - before) * (size - least) / (most - least)))
+        for (least, before), (size, time), (most, later) in zip(points, points[1:], points[2:], strict=False)
+    ]
+
+
+def curve_lines(curves: Sequence[Curve]) -> list[str]:
+    """Return a table of curves: how rough they are, and the speed that they lose before memory ends."""
+    lines = [
+        "| curve | micro-batches | best speed | speed at the largest | roughness |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    for curve in curves:
+        sizes, costs = [*curve.step_s], curve.costs
+        rough = math.sqrt(fmean(value**2 for value in roughness(curve)))
+        lines.append(
+            f"| {curve.model} on {curve.gpu} | {sizes[0]} to {sizes[-1]} | {costs[0]:.1f}x | {1 / costs[-1]:.0%} "
+            f"| {rough:.1%} |"
+        )
+    return lines
 
 
 def _line(name: str, values: Sequence[float]) -> str:
@@ -298,8 +312,6 @@ def distributions(
         "common factor of a table": [median(values) for values in known if values],
         "rows, common factor removed": [x for items in results for x in deviations(items)],
     }
-    for stage in range(4):
-        rates[f"ZeRO {stage} against other stages"] = [x for items in results for x in against_others(items, stage)]
     for setting, pairs in _PAIRS.items():
         of_tables = [contrasts(items, setting) for items in results]
         for pair in pairs:
@@ -354,6 +366,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{sum(ratio > 1 for ratio in every)} of {len(every)} pairs, "
             f"{share:.0%} in the mean of {len(savings)} tables; {max(every):.2f}x at most."
         )
+    print("\n" + "\n".join(curve_lines(published_curves())) + "\n")
     for why in (reason for _, left_out in compared.values() for reason in left_out):
         print(why)
 

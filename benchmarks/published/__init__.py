@@ -1,13 +1,24 @@
-"""Published measurements of DeepSpeed: one JSON file per table, copied from the source that the file names."""
+"""Published measurements, copied from the source that each file names: tables of DeepSpeed, curves of step times."""
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-__all__ = ["Machine", "Model", "PublishedTable", "Row", "Software", "published_tables"]
+__all__ = [
+    "Curve",
+    "Machine",
+    "Model",
+    "PublishedCurves",
+    "PublishedTable",
+    "Row",
+    "Software",
+    "published_curves",
+    "published_tables",
+]
 
 _FOLDER = Path(__file__).parent
 Offload = Literal["none", "cpu", "nvme"]
@@ -144,6 +155,39 @@ class PublishedTable(_Record):
     assumed: dict[str, str] = Field(default_factory=dict)
     """Field that the source does not specify -> reason for its value."""
     rows: tuple[Row, ...] = Field(min_length=2)
+
+
+class Curve(_Record):
+    """Step times of one model on one GPU, without DeepSpeed."""
+
+    model: str
+    gpu: str
+    step_s: dict[int, float] = Field(min_length=2)
+    """Micro-batch, ascending -> seconds of a training step."""
+
+    @property
+    def costs(self) -> list[float]:
+        """Seconds per sample of each micro-batch, relative to the least."""
+        each = [seconds / size for size, seconds in self.step_s.items()]
+        return [cost / min(each) for cost in each]
+
+
+class PublishedCurves(_Record):
+    """Curves of one source."""
+
+    source: str = Field(pattern=r"^https://")
+    title: str
+    retrieved: str = Field(pattern=r"^\d{4}-\d\d-\d\d$")
+    left_out: str
+    """What the source has besides, and why it is not used."""
+    curves: tuple[Curve, ...] = Field(min_length=1)
+
+
+@cache
+def published_curves() -> tuple[Curve, ...]:
+    """Return the curves of all files in the folder ``curves``."""
+    files = [path.read_text(encoding="utf-8") for path in sorted((_FOLDER / "curves").glob("*.json"))]
+    return tuple(curve for text in files for curve in PublishedCurves.model_validate_json(text).curves)
 
 
 def published_tables() -> dict[str, PublishedTable]:

@@ -1,8 +1,9 @@
 """The dice: a model, a machine and effects, each absent or strong by chance, from one seed.
 
 Nine of ten machines are realistic: ZeRO stages and offloads cost what communication theory says, times deviations drawn
-from the distributions of published measurements (``PUBLISHED``). Every tenth is a stress test: its structures follow no
-law.
+from the distributions of published measurements (``PUBLISHED``), and the computation's curve over the micro-batch is a
+published one. Every tenth is a stress test: its structures follow no law, and its curve has a form made up, maybe with
+tiles, or a loss of speed from some share of the memory on.
 """
 
 from __future__ import annotations
@@ -10,10 +11,19 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from benchmarks.random_machines.forms import Curve, Tiles, draw_compute, draw_memory, draw_size_effect, draw_walk
+from benchmarks.random_machines.forms import (
+    Curve,
+    StepTimes,
+    Tiles,
+    draw_compute,
+    draw_memory,
+    draw_published,
+    draw_size_effect,
+    draw_walk,
+)
 
 _T = TypeVar("_T")
 
@@ -115,7 +125,7 @@ class Drawn:
     seed: int
     net: Net
     hardware: Hardware
-    compute: Curve
+    compute: Curve | StepTimes
     activations: Curve
     tiles: Tiles | None
     pressure: float
@@ -175,7 +185,7 @@ def draw(seed: int, attempt: int = 0) -> Drawn:
     seconds = net.flops_per_sample / hardware.flops
     realistic = is_realistic(seed)
     deviations = _published(dice, seconds) if realistic else _lawless(dice)
-    return Drawn(
+    drawn = Drawn(
         seed=seed,
         net=net,
         hardware=hardware,
@@ -200,6 +210,11 @@ def draw(seed: int, attempt: int = 0) -> Drawn:
         habits=tuple(dice.sample(STRUCTURES, len(STRUCTURES))),
         **deviations,
     )
+    if not realistic:
+        return drawn
+    capacity = hardware.device_bytes / net.activation_bytes
+    curve = draw_published(random.Random(f"curve-{seed}-{attempt}"), capacity)
+    return replace(drawn, compute=curve, tiles=None, pressure=0.0)
 
 
 def _published(dice: random.Random, seconds: float) -> dict[str, Any]:

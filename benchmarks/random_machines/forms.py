@@ -11,6 +11,8 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.published import published_curves
+
 Array = NDArray[np.float64]
 
 _OCTAVES = 18
@@ -29,6 +31,23 @@ class Curve:
     def at(self, size: Array) -> Array:
         """Return the factor at each size; shape of ``size``."""
         return np.interp(np.log2(np.maximum(size, 1.0)), np.arange(len(self.knots)), self.knots)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """Seconds per sample over the micro-batch: those of a step are linear between knots."""
+
+    form: str
+    """Name of the measured curve."""
+    sizes: tuple[float, ...]
+    """Samples, ascending from 0. Beyond the last, samples take as long as there."""
+    times: tuple[float, ...]
+    """Of a step of each size, relative to a sample at full speed."""
+
+    def at(self, size: Array) -> Array:
+        """Return the factor at each size; shape of ``size``."""
+        within = np.clip(size, 1.0, self.sizes[-1])
+        return np.asarray(np.interp(within, self.sizes, self.times) / within)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +130,22 @@ COMPUTE_FORMS: dict[str, Callable[[random.Random], Curve]] = {
 def draw_compute(dice: random.Random) -> Curve:
     """Return seconds per sample over the micro-batch, relative to full speed."""
     return COMPUTE_FORMS[dice.choice(list(COMPUTE_FORMS))](dice)
+
+
+def draw_published(dice: random.Random, capacity: float) -> StepTimes:
+    """Return a published curve, relative to full speed.
+
+    It is stretched: its largest micro-batch becomes up to four times as large or as small, and at most twice
+    ``capacity``, the samples whose activations fill the device.
+    """
+    curve = dice.choice(published_curves())
+    largest = max(curve.step_s)
+    scale = min(2 ** dice.uniform(-2, 2), max(1.0, capacity * 2 ** dice.uniform(-3, 1)) / largest)
+    sizes = [size * scale for size in curve.step_s]
+    times = [cost * size for cost, size in zip(curve.costs, sizes, strict=True)]
+    of_none = times[0] - (times[1] - times[0]) / (sizes[1] - sizes[0]) * sizes[0]
+    start = min(max(0.0, of_none), times[0])
+    return StepTimes(form=f"{curve.model} on {curve.gpu}", sizes=(0.0, *sizes), times=(start, *times))
 
 
 def _memory_power(dice: random.Random) -> Curve:

@@ -11,7 +11,9 @@ import pytest
 
 import benchmarks.random_machines
 from benchmarks.optimum import optimum, search_space
+from benchmarks.published import published_curves
 from benchmarks.random_machines.draw import draw
+from benchmarks.random_machines.forms import COMPUTE_FORMS, StepTimes
 from benchmarks.random_machines.machine import machine_of
 from benchmarks.random_machines.settings import Settings, structure_of
 from benchmarks.rig import throughput
@@ -37,20 +39,37 @@ def test_nothing_of_the_tuners_cost_models_is_used() -> None:
 def test_effects_are_absent_or_strong_by_chance() -> None:
     drawn = [draw(seed) for seed in SEEDS]
     for present in (
-        [item.tiles is not None for item in drawn],
         [item.load_s > 0 for item in drawn],
         [item.straggler > 1 for item in drawn],
-        [item.pressure > 0 for item in drawn],
         [not item.realistic for item in drawn],
         [bool(item.refused) for item in drawn],
         ["bucket" in item.sizes for item in drawn if not item.realistic],
         [item.hardware.kind == "cpu" for item in drawn],
     ):
         assert 0.03 < statistics.fmean(present) < 0.8
-    assert len({item.compute.form for item in drawn}) == 6
     assert min(item.noise for item in drawn) < 0.01 < 0.04 < max(item.noise for item in drawn)
     assert min(item.profiled_activations for item in drawn) < 0.85
     assert max(item.profiled_activations for item in drawn) > 1.15
+
+
+def test_realistic_machines_have_published_curves_and_stress_tests_other_forms() -> None:
+    published = {f"{curve.model} on {curve.gpu}": curve for curve in published_curves()}
+    stress = [draw(seed) for seed in range(9, 1000, 10)]
+    assert {item.compute.form for item in stress} == {*COMPUTE_FORMS}
+    assert 0.2 < statistics.fmean(item.tiles is not None for item in stress) < 0.6
+    assert 0.3 < statistics.fmean(item.pressure > 0 for item in stress) < 0.7
+    realistic = [item for item in map(draw, SEEDS) if item.realistic]
+    assert {item.compute.form for item in realistic} == {*published}
+    for item in realistic:
+        assert item.tiles is None
+        assert not item.pressure
+        assert isinstance(item.compute, StepTimes)
+        costs, curve = item.compute.at(np.array(item.compute.sizes[1:])), published[item.compute.form]
+        if item.compute.sizes[1] >= 1:
+            assert list(costs) == pytest.approx(curve.costs)
+        assert item.compute.at(np.array([1e9])) == pytest.approx(curve.costs[-1])
+        assert item.compute.times[0] <= item.compute.times[1]
+        assert 1 <= item.compute.sizes[-1] <= 4 * max(curve.step_s)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 1003])
