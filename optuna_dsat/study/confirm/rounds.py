@@ -174,8 +174,8 @@ def order_of_round(numbers: Sequence[int], *, round_number: int, seed: int) -> l
 
 PRECISION = 0.02
 """Half-width of the interval of a log speed-up at which the speed-up is precise enough."""
-_PRECISION_OF_GAIN = 0.05
-"""The same relative to the log speed-up: nobody decides by whether a config is 10.0 or 10.5 times as fast."""
+_PRECISION_OF_GAIN = 0.15
+"""The same relative to the log speed-up: nobody decides by whether a config is 1.8 or 2.2 times as fast."""
 
 
 @dataclass(frozen=True, kw_only=True)
