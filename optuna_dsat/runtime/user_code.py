@@ -7,6 +7,7 @@ import contextlib
 import faulthandler
 import itertools
 import os
+import re
 import signal
 import sys
 import warnings
@@ -23,6 +24,10 @@ Place = tuple[str, int]
 
 LARGEST_SIZE = 2**20
 """Largest number that may be a batch size, in samples."""
+LAUNCH_LINE = re.compile(
+    r"(?:^|[\s/])(?:deepspeed|torchrun|accelerate\s+launch|torch\.distributed\.(?:run|launch))\s+(?:-|\S+\.py|$)"
+)
+"""Matches a launcher and the start of its arguments, in a string that a program runs as a command."""
 _LIBRARIES = ("site-packages", "dist-packages", f"python{sys.version_info.major}.{sys.version_info.minor}")
 """Parts of a path that identify an installed module."""
 _MOST_PLACES = 16

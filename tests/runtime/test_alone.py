@@ -91,6 +91,21 @@ def test_a_script_that_starts_itself_again_is_measured(
     assert [(launch.exit_code, event.reason) for event in launch.of(RankFinished)] == [(3, "exit_code_3")]
 
 
+@pytest.mark.parametrize(
+    "starts",
+    [
+        "os.system('NCCL_DEBUG=info deepspeed --num_gpus 2 other.py')",
+        "subprocess.Popen('cd . ; deepspeed --num_gpus 2 other.py', shell=True)",
+        "os.execvp('deepspeed', ['deepspeed', '--num_gpus', '2', 'other.py'])",
+    ],
+)
+def test_a_script_that_starts_a_launcher_is_told_to_tune_its_command(start: Starter, starts: str) -> None:
+    launch = start.alone(script(start, f"import os, subprocess\nsubprocess.run(['true'])\n{starts}\n"))
+    [failure] = launch.of(RankFailed)
+    assert failure.message.startswith("the script launches its training itself: tune that command instead, `")
+    assert failure.message.endswith("deepspeed --num_gpus 2 other.py`")
+
+
 def test_a_missing_script_is_a_failure_of_the_script(start: Starter) -> None:
     launch = start.alone("nowhere.py")
     assert launch.exit_code == 1

@@ -115,7 +115,7 @@ def _lightning(module: Any) -> None:
     cls.parse_devices = staticmethod(lambda named: list(range(int(named))) if isinstance(named, int | str) else named)
     cls.get_parallel_devices = staticmethod(lambda named: [torch.device("cpu", index) for index in named])
     cls.is_available = staticmethod(lambda: True)
-    cls.auto_device_count = staticmethod(lambda: 1)
+    cls.auto_device_count = staticmethod(lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def _bf16(module: Any) -> None:

@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 from optuna_dsat.runtime.adapt.config import is_same_file
 from optuna_dsat.runtime.imports import ImportWatch, patch
 from optuna_dsat.runtime.rank import CORES_ENV, LAUNCH_ENV, Rank
-from optuna_dsat.runtime.user_code import declares_option, parsed_source
+from optuna_dsat.runtime.user_code import LAUNCH_LINE, declares_option, parsed_source
 from optuna_dsat.secrecy.references import secrets
 
 _NAME = "local_rank"
@@ -373,7 +373,17 @@ def _instead_of_training(fn: Any, refuse: Callable[..., NoReturn]) -> None:
 
 
 def measure_restarts(script: str) -> None:
-    """Make ``os.exec*`` and ``subprocess`` of Python with this rank's script, or module, start the rank again."""
+    """Make ``os.exec*`` and ``subprocess`` of Python with this rank's script, or module, start the rank again.
+
+    A launcher that the script starts before it joins the ranks would train unmeasured: that is refused.
+    """
+
+    def refuse_launch(args: Any) -> None:
+        words = [args] if isinstance(args, (str, bytes, os.PathLike)) else args
+        line = " ".join(os.fsdecode(word) for word in words)
+        distributed = sys.modules.get("torch.distributed")
+        if LAUNCH_LINE.search(line) and not (distributed and distributed.is_initialized()):
+            raise ValueError(f"the script launches its training itself: tune that command instead, `{line}`")
 
     def restarted(argv: Any, env: Mapping[Any, Any] | None, **added: str) -> tuple[Any, Mapping[Any, Any] | None]:
         command = [os.fsdecode(word) for word in argv] if isinstance(argv, (list, tuple)) else []
@@ -385,6 +395,7 @@ def measure_restarts(script: str) -> None:
         return command, {**secrets(), **needed, **(os.environ if env is None else env), **added}
 
     def execute(_: Any, path: Any, argv: Any, env: Mapping[Any, Any] | None = None) -> NoReturn:
+        refuse_launch(argv)
         argv, env = restarted(argv, env)
         replace_process(path, argv, {**os.environ} if env is None else env)
 
@@ -392,8 +403,14 @@ def measure_restarts(script: str) -> None:
     for name in ("execv", "execve"):
         patch(os, name, copies=True)(execute)
 
+    @patch(os, "system")
+    def run(original: Any, command: Any) -> Any:
+        refuse_launch(command)
+        return original(command)
+
     @patch(subprocess.Popen, "__init__")
     def start(original: Any, self: Any, args: Any, *rest: Any, **options: Any) -> None:
+        refuse_launch(args)
         args, env = restarted(args, options.get("env"), **{RESTARTED_ENV: "1"})
         original(self, args, *rest, **({**options, "env": env} if env is not None else options))
 

@@ -29,7 +29,7 @@ from optuna_dsat.errors import UsageError
 from optuna_dsat.runtime.files import open_regular, read_regular, shortened
 from optuna_dsat.runtime.isolation.mounts import why_no_overlay
 from optuna_dsat.runtime.isolation.world import World, plan_apart
-from optuna_dsat.runtime.user_code import called_name, parsed_source
+from optuna_dsat.runtime.user_code import LAUNCH_LINE, called_name, parsed_source
 from optuna_dsat.script.command import interceptor
 from optuna_dsat.script.command.preparation import Prepared, keep_prepared, until_exit
 from optuna_dsat.script.command.source import imported_modules, module_file, numbers_ranks
@@ -69,11 +69,6 @@ _STARTERS = frozenset(
     {"Popen", "call", "check_call", "check_output", "execvp", "execvpe", "execv", "popen", "run", "system"}
 )
 """Functions of ``subprocess`` and ``os`` that start a program."""
-_LAUNCH_LINE = re.compile(
-    r"(?:^|[\s/])(?:deepspeed|torchrun|accelerate\s+launch|torch\.distributed\.(?:run|launch))\s+(?:-|\S+\.py|$)"
-)
-"""Matches a launcher and the start of its arguments, in a string that a program runs as a command."""
-
 _OF_PROCESSES = frozenset(
     {"_", "SHLVL", "PWD", "OLDPWD", "PATH", interceptor.RECORD, interceptor.TYPED, interceptor.LAUNCHER}
 )
@@ -203,7 +198,7 @@ def count_launches(words: Sequence[str], *, cwd: Path, script: str = "") -> int:
     """Count the launches in the shell scripts of a command, one of which launches ``script``."""
     name = re.escape(Path(script).name)
     names_script = (
-        re.compile(rf"(?:deepspeed|torchrun|accelerate|python\S*)\s.*{name}(?:\s|$)") if name else _LAUNCH_LINE
+        re.compile(rf"(?:deepspeed|torchrun|accelerate|python\S*)\s.*{name}(?:\s|$)") if name else LAUNCH_LINE
     )
     text = ""
     for word in words:
@@ -212,7 +207,7 @@ def count_launches(words: Sequence[str], *, cwd: Path, script: str = "") -> int:
                 text += read_regular(cwd / word).decode(errors="replace")
     lines = text.replace("\\\n", " ").splitlines()
     code = [line for line in lines if not line.strip().startswith(("#", "echo "))]
-    return sum(bool(names_script.search(line) or _LAUNCH_LINE.search(line)) for line in code)
+    return sum(bool(names_script.search(line) or LAUNCH_LINE.search(line)) for line in code)
 
 
 def starts_launcher(file: Path, *, cwd: Path) -> bool:
@@ -249,7 +244,7 @@ def _names_launcher(node: ast.AST, *, cwd: Path) -> bool:
         return is_name or ("-m" in words and bool(set(words) & set(interceptor.MODULES)))
     if not (isinstance(node, ast.Constant) and isinstance(node.value, str)):
         return False
-    return bool(_LAUNCH_LINE.search(node.value)) or count_launches(node.value.split()[:2], cwd=cwd) > 0
+    return bool(LAUNCH_LINE.search(node.value)) or count_launches(node.value.split()[:2], cwd=cwd) > 0
 
 
 def intercept(
