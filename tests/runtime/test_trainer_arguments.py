@@ -154,7 +154,7 @@ def test_arguments_agree_with_a_launch_in_bf16_and_else_keep_their_precision() -
 
 
 @pytest.mark.parametrize("bf16", [True, False])
-def test_accelerate_and_fabric_agree_with_a_launch_in_bf16(bf16: bool) -> None:
+def test_accelerate_fabric_and_lightning_1_agree_with_a_launch_in_bf16(bf16: bool) -> None:
     class DeepSpeedPlugin:
         def __post_init__(self) -> None:
             pass
@@ -163,8 +163,13 @@ def test_accelerate_and_fabric_agree_with_a_launch_in_bf16(bf16: bool) -> None:
             self.precision = precision
 
     class DeepSpeedPrecision:
-        def __init__(self, precision: str) -> None:
+        def __init__(self, precision: str | int) -> None:
             self.precision = precision
+
+    class DeepSpeedPrecisionPlugin(DeepSpeedPrecision):
+        def __init__(self, precision: str | int, amp_type: str | None = None) -> None:
+            super().__init__(precision)
+            self.amp_type = amp_type
 
     facts: dict[str, Any] = {}
     plan = plan_of(overlay={"bf16": {"enabled": True}} if bf16 else {})
@@ -182,6 +187,10 @@ def test_accelerate_and_fabric_agree_with_a_launch_in_bf16(bf16: bool) -> None:
     assert (plugin.precision, "Accelerator" in facts["bf16_argument"]) == ("bf16" if bf16 else "fp16", True)
     assert DeepSpeedPrecision("32-true").precision == ("bf16-mixed" if bf16 else "32-true")
     assert "Fabric" in facts["bf16_argument"]
+    lightning_1 = lightning.callbacks()["pytorch_lightning.plugins.precision.deepspeed"]
+    lightning_1(SimpleNamespace(DeepSpeedPrecisionPlugin=DeepSpeedPrecisionPlugin))
+    old = DeepSpeedPrecisionPlugin(precision=16, amp_type="native")
+    assert (old.precision, old.amp_type) == ("bf16" if bf16 else 16, "native")
 
 
 def test_other_arguments_have_their_own() -> None:

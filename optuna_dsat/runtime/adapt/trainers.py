@@ -106,8 +106,8 @@ TRAINER_FIELDS = {MICRO_BATCH: "per_device_train_batch_size", GRADIENT_ACCUMULAT
 BF16_ENABLED, TRAINER_PRECISION = "bf16.enabled", {"bf16": True, "fp16": False}
 """Key of the DeepSpeed config that enables bf16, and the fields of ``TrainingArguments`` that agree with it."""
 
-LIGHTNING_BF16 = {"16-true": "bf16-true", "16-mixed": "bf16-mixed", "32-true": "bf16-mixed"}
-"""Precision of Lightning, to which it converts inputs -> the precision that agrees with bf16."""
+LIGHTNING_BF16 = {"16-true": "bf16-true", "16-mixed": "bf16-mixed", "32-true": "bf16-mixed", 16: "bf16", 32: "bf16"}
+"""Precision of Lightning, to which it converts inputs -> the precision that agrees with bf16; a number before 2.0."""
 
 _ACCELERATE_BF16 = 'mixed_precision="bf16" in the script\'s Accelerator'
 _FABRIC_BF16 = 'precision="bf16-mixed" in the script\'s Fabric'
@@ -383,8 +383,7 @@ def _no_evaluation_callback(base: Any) -> Any:
     """Return a ``TrainerCallback`` class that keeps the Trainer from evaluating and saving."""
 
     class SkipEvaluationAndSaving(base):  # type: ignore[misc]
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-            del args, state, kwargs
+        def on_step_end(self, _args: Any, _state: Any, control: Any, **_: Any) -> Any:
             control.should_evaluate = control.should_save = False
             return control
 
@@ -424,10 +423,11 @@ class LightningHook(TrainerHook):
                 strategy.config = self._laid(strategy.config, without=without)
 
     def _precision_imported(self, module: Any, *, argument: str = "") -> None:
-        @patch(module.DeepSpeedPrecision, "__init__")
-        def init(original: Any, plugin: Any, precision: Any) -> None:
+        @patch(getattr(module, "DeepSpeedPrecision", None) or module.DeepSpeedPrecisionPlugin, "__init__")
+        def init(original: Any, plugin: Any, precision: Any, *args: Any, **kwargs: Any) -> None:
             self._note_fact(bf16_argument=argument)
-            original(plugin, LIGHTNING_BF16.get(precision, precision) if is_bf16(self._plan.overlay) else precision)
+            bf16 = LIGHTNING_BF16.get(precision, precision) if is_bf16(self._plan.overlay) else precision
+            original(plugin, bf16, *args, **kwargs)
 
     def _trainer_strategy_imported(self, module: Any) -> None:
         self._strategy_imported(module, without=GRADIENT_ACCUMULATION)

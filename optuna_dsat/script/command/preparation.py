@@ -82,7 +82,13 @@ def keep_prepared(rank: Mapping[str, Any], *, folder: Path, into: Path) -> Prepa
     world = World.load(plan.record)
     without = {*world.passed, *_output_of(rank["process"])}
     overlays = world.layers(root, plan)
-    changed = [path for overlay in overlays for path in prepared.changes(root, *overlay) if path not in without]
+    named = "\n".join([*rank["words"], *rank["environment"].values()])
+    changed = [
+        path
+        for overlay in overlays
+        for path in prepared.changes(root, *overlay)
+        if path not in without and not (_is_unused(root, path) and path not in named)
+    ]
     changed.sort(key=lambda path: not path.startswith(f"{cwd}/"))
     if not changed:
         return Prepared()
@@ -105,6 +111,13 @@ def missing_files(copies: Path, folder: Path = Path("/")) -> Iterator[str]:
             yield str(path)
         elif copy.is_dir() and not copy.is_symlink():
             yield from missing_files(copy, path)
+
+
+def _is_unused(root: Path, path: str) -> bool:
+    """Return whether a path is a temporary folder without content, as libraries create it on import."""
+    begins = os.path.join(tempfile.gettempdir(), tempfile.gettempprefix())  # noqa: PTH118 - compared as text
+    seen = root / path.lstrip("/")
+    return path.startswith(begins) and seen.is_dir() and not seen.is_symlink() and not any(seen.iterdir())
 
 
 def _output_of(process: int) -> Iterator[str]:
