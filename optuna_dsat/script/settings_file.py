@@ -30,11 +30,12 @@ _KEYS = ("deepspeed", "deepspeed_config", "deepspeed_config_file", "ds_config")
 _SURE = frozenset({"zero_optimization", "train_micro_batch_size_per_gpu"})
 _LIKELY = frozenset(
     {
-        *("train_batch_size", "gradient_accumulation_steps", "fp16", "bf16", "optimizer", "scheduler"),
-        *("gradient_clipping", "steps_per_print", "wall_clock_breakdown", "zero_allow_untested_optimizer"),
+        *("train_batch_size", "gradient_accumulation_steps", "gradient_clipping"),
+        *("steps_per_print", "wall_clock_breakdown", "zero_allow_untested_optimizer"),
     }
 )
-"""Keys of a DeepSpeed config: a single certain key identifies it, or two likely keys."""
+_SECTIONS = frozenset({"fp16", "bf16", "optimizer", "scheduler"})
+"""Keys of a DeepSpeed config: a single certain key identifies it, or two likely keys or sections."""
 _SETTINGS = (".yaml", ".yml", ".json")
 _LARGEST_BYTES = 2**20
 
@@ -86,7 +87,10 @@ def looks_like_config(path: Path) -> bool:
 
 def holds_config(result: Any) -> TypeGuard[Mapping[str, Any]]:
     """Whether the content of a file is a DeepSpeed config, judged by its keys."""
-    return isinstance(result, Mapping) and (bool(_SURE & result.keys()) or len(_LIKELY & result.keys()) > 1)
+    if not isinstance(result, Mapping):
+        return False
+    sections = {key for key in _SECTIONS & result.keys() if isinstance(result[key], Mapping)}  # a Trainer's are flags
+    return bool(_SURE & result.keys()) or len(_LIKELY & result.keys() | sections) > 1
 
 
 def _pairs(args: Sequence[str]) -> Iterable[tuple[str, str]]:

@@ -307,10 +307,12 @@ def folder(tmp_path: Path) -> Path:
         "--deepspeed ds.json",
         "--data data.json --my-own-option ds.json",
         "train data.json ds.json",
+        "--train_args_file trainer.json",
     ],
 )
 def test_an_argument_names_the_config_and_an_option_of_it_comes_first(folder: Path, args: str) -> None:
     (folder / "a.json").write_text(CONFIG)
+    (folder / "trainer.json").write_text('{"fp16": true, "gradient_accumulation_steps": 16, "deepspeed": "ds.json"}')
     assert find_config(args.split(), cwd=folder) == folder / "ds.json"
 
 
