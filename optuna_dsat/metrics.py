@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 LARGER_IS_BETTER = ("FLOPS_per_gpu", "throughput")
@@ -45,6 +45,13 @@ class Interval:
     def surely_above_1(self) -> bool:
         """Whether the whole interval is above 1."""
         return self.low is not None and self.low > 1
+
+    def widened(self, half_width: float) -> Interval:
+        """Return it with a further, independent error of the logarithm, by the half-width of its 95% interval."""
+        if self.low is None or self.high is None:
+            return self
+        more = math.hypot(self.half_width, half_width) - self.half_width
+        return replace(self, low=self.low * math.exp(-more), high=self.high * math.exp(more))
 
     def surely_below(self, value: float) -> bool:
         """Whether the whole interval is below a value."""

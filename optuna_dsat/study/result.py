@@ -407,7 +407,10 @@ def measurement_in_words(trial: FrozenTrial, *, metrics: Mapping[str, float], us
     facts = {**attributes.step_facts(trial), "metrics": metrics}
     words = steps_in_words(**facts, user_metrics=user_metrics)
     if facts["variation"]:
-        words += "; only launches of their own at one batch size were measured on the same data"
+        words += (
+            "; only launches of their own at one batch size were measured on the same data, and the intervals include "
+        )
+        words += "the variation of the data: a larger --end-profile-step makes them narrower"
     return f"Steps: {words}." if words else ""
 
 

@@ -89,6 +89,36 @@ def test_what_is_surely_faster_is_handed_over_with_its_paired_ratio() -> None:
     assert 1.45 < present(result.speed_up.low) < 1.5 < (result.speed_up.high or 0.0) < 1.55
 
 
+@pytest.mark.parametrize(
+    ("sizes", "is_sure"),
+    [
+        ({OWN: [None] * 3, 1: [None] * 3}, True),
+        ({OWN: [40.0] * 3, 1: [40.0] * 3}, True),
+        ({OWN: [40.0] * 3, 1: [50.0] * 3}, False),
+        ({OWN: [40.0, 41.0, 39.0], 1: [50.0, 49.0, 52.0]}, True),
+    ],
+    ids=["inputs do not vary", "the same data", "other data, the same in each round", "other data in each round"],
+)
+def test_data_that_rounds_repeat_are_part_of_the_interval(
+    sizes: Mapping[int, Sequence[float | None]], *, is_sure: bool
+) -> None:
+    """It was: 1.23x (1.20 to 1.26) by the short texts that each round began with, 1.15x over the whole data."""
+    launches = [
+        launch(number, index + 1, value, low=value / 1.2, high=value * 1.2, sample_size=sizes[number][index])
+        for number, value in ((OWN, 10.0), (1, 12.3))
+        for index in range(3)
+    ]
+    rounds = Rounds(chosen=(OWN, 1), measured=2, launches=tuple(launches))
+    result = judged(TRIALS[:2], rounds)
+    assert (result.kind is VerdictKind.WINNER) is is_sure
+    ratio, measured = present(result.best.speed_up), present(result.baseline)
+    is_repeated = len({*sizes[OWN]}) == 1 and sizes[OWN][0] is not None
+    assert ratio.half_width == pytest.approx(0.0 if is_sure else math.hypot(math.log(1.2), math.log(1.2)))
+    assert measured.interval.half_width == pytest.approx(math.log(1.2) if is_repeated else 0.0)
+    # Further rounds would have the same data.
+    assert next_in_rounds(rounds, TRIALS[:2], spec=spec(confirm_time=1e6), allowed_s=1e6) is None
+
+
 def test_a_best_that_is_not_surely_faster_is_not_handed_over() -> None:
     """It was: 'the best is 0.970 times as good' with the config of that best written out."""
     result = judged(TRIALS[:2], rounds_of({OWN: [10.0, 10.0, 10.0], 1: [9.7, 9.71, 9.69]}))

@@ -17,6 +17,7 @@ from optuna_dsat.guided.joint_estimate import JointEstimate
 from optuna_dsat.launch.follow import follow
 from optuna_dsat.launch.measurement import GlobalStep, LaunchRecord, confidence_interval, input_variation, is_certain
 from optuna_dsat.launch.protocol import LaunchReport
+from optuna_dsat.metrics import Z_975
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.events import Event
 from optuna_dsat.study.confirm.finalists import (
@@ -242,6 +243,9 @@ class Confirmation:
                 power_w=report.conditions.power_w,
             ),
             steps=len(record.counted),
+            sample_size=sum(step.elements for step in record.counted) / sum(step.samples for step in record.counted)
+            if measured and record.input_variation
+            else None,
             outcome=report.outcome.value,
             message=report.message,
             held_s=report.held_s,
@@ -352,11 +356,11 @@ def _is_enough(
         return not numbers
     verdict = verdict_of(trials, rounds, spec)
     if fewest < MIN_ROUNDS:
-        return _is_known_by_two(verdict, noise) and is_known(verdict, spec=spec)
+        return _is_known_by_two(verdict, noise) and is_known(verdict, rounds, spec=spec)
     late = spec.confirm_time is None and rounds.spent_s >= allowed_s
-    if late and _is_nearly_sure(verdict):
+    if late and _is_nearly_sure(verdict, rounds):
         late = rounds.last >= _ROUNDS_TO_TELL and rounds.spent_s >= allowed_s / SEARCH_SHARE
-    return late or is_known(verdict, spec=spec)
+    return late or is_known(verdict, rounds, spec=spec)
 
 
 def _is_known_by_two(verdict: Verdict | None, noise: float | None) -> bool:
@@ -369,20 +373,22 @@ def _is_known_by_two(verdict: Verdict | None, noise: float | None) -> bool:
     return 1.96 * noise <= precision_of(verdict.result.speed_up.value)
 
 
-def _is_nearly_sure(verdict: Verdict | None) -> bool:
+def _is_nearly_sure(verdict: Verdict | None, rounds: Rounds) -> bool:
     """Whether a config that is not selected is faster by two standard errors: a few more rounds can confirm it."""
     if verdict is None or verdict.kind is not VerdictKind.NOT_CONFIRMED:
         return False
     ratio, noise = verdict.best.speed_up, verdict.noise
-    if ratio is None or noise is None:
+    if ratio is None or noise is None or verdict.baseline is None:
         return False
-    return math.log(ratio.value) > _NEARLY_SURE * noise.relative_sd * math.sqrt(2 / ratio.rounds)
+    data_sd = rounds.data_error(verdict.best.number, verdict.baseline.number) / Z_975
+    return math.log(ratio.value) > _NEARLY_SURE * math.hypot(noise.relative_sd * math.sqrt(2 / ratio.rounds), data_sd)
 
 
-def is_known(verdict: Verdict | None, *, spec: StudySpec) -> bool:
+def is_known(verdict: Verdict | None, rounds: Rounds, *, spec: StudySpec) -> bool:
     """Whether the speed-ups of the best finalist and of the currently selected config are known.
 
-    With ``--batch both``, the speed-up at the user's global batch as well.
+    With ``--batch both``, the speed-up at the user's global batch as well. The data of their steps stay unknown, since
+    further rounds have the same (``Rounds.data_error``).
 
     Stopping once an interval is narrow makes it slightly too narrow: in simulations, 90 to 95 of 100 intervals cover
     the true value (tests/study/test_paired.py).
@@ -394,8 +400,11 @@ def is_known(verdict: Verdict | None, *, spec: StudySpec) -> bool:
         for contender in verdict.contenders
         if contender.number != verdict.baseline.number and not contender.left
     ]
-    parts = [finalist.speed_up for finalist in finalists[:1]]
-    parts += [finalist.speed_up for finalist in finalists if finalist.number == verdict.result.number]
+    numbers = [finalist.number for finalist in finalists[:1]]
+    numbers += [finalist.number for finalist in finalists if finalist.number == verdict.result.number]
     if spec.batch == "both" and verdict.at_user_batch is not None and not verdict.at_user_batch.is_user_config:
-        parts.append(verdict.at_user_batch.speed_up)
+        numbers.append(verdict.at_user_batch.number)
+    values, noise = rounds.values(), verdict.noise
+    baseline = values.get(verdict.baseline.number, {})
+    parts = [paired_ratio(values.get(item, {}), baseline, maximize=spec.maximize, noise=noise) for item in numbers]
     return all(ratio is None or ratio.surely_below(1) or is_precise(ratio) for ratio in parts)

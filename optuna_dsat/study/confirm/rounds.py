@@ -54,6 +54,8 @@ class RoundLaunch(Record):
     """Seconds for which it held its devices."""
     conditions: Conditions = field(default_factory=Conditions)
     """Conditions of the machine during the launch."""
+    sample_size: float | None = None
+    """Mean elements of a sample, padding included, if inputs vary in size; None otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +123,22 @@ class Rounds(Record):
                 result.setdefault(launch.number, {})[launch.round] = launch.value
         return result
 
+    def data_error(self, *numbers: int) -> float:
+        """Return the half-width due to the data in the 95% interval of a trial, or of the ratio of two.
+
+        If inputs vary in size and the script draws its data in the same order each time, rounds do not average the data
+        out: samples have the same mean size in each round. The interval of a launch contains their variation, which
+        cancels in the ratio of two trials with the same data.
+        """
+        sizes, errors = list[set[float | None]](), list[float]()
+        for number in numbers:
+            launches = [launch for launch in self.launches if launch.number == number and launch.value is not None]
+            sizes.append({launch.sample_size for launch in launches})
+            if len(sizes[-1]) == 1 and None not in sizes[-1]:
+                widths = [Interval(value=1.0, low=launch.low, high=launch.high).half_width for launch in launches]
+                errors.append(statistics.fmean(widths))
+        return 0.0 if len(sizes) > 1 and sizes[0] == sizes[1] else math.hypot(*errors)
+
     def failure(self, number: int) -> RoundLaunch | None:
         """Return the failed launch due to which a trial was dropped; None if it is still compared."""
         failed = [launch for launch in self.launches if launch.number == number and launch.value is None]
@@ -140,6 +158,7 @@ class Rounds(Record):
             row: dict[str, Any] = {"number": number, "value": None, "low": None, "high": None, "metrics": {}}
             if measured and failed is None:
                 mean = mean_in_rounds([launch.value for launch in measured if launch.value is not None])
+                mean = mean.widened(self.data_error(number))
                 ends = (measured[0].low, measured[0].high) if mean.low is None else (mean.low, mean.high)
                 row |= {"value": mean.value, "low": ends[0], "high": ends[1], "metrics": mean_metrics(measured)}
             steps = sum(launch.steps for launch in launches)

@@ -281,7 +281,8 @@ class _Judge:
     def _against(self, number: int, other: int | None) -> Interval | None:
         if other is None:
             return None
-        return paired_ratio(self._values[number], self._values[other], maximize=self._maximize, noise=self.noise)
+        ratio = paired_ratio(self._values[number], self._values[other], maximize=self._maximize, noise=self.noise)
+        return None if ratio is None else ratio.widened(self._rounds.data_error(number, other))
 
     def _is_sure(self, number: int) -> bool:
         ratio = self._against(number, self._baseline)
@@ -391,7 +392,9 @@ class _Judge:
             left = "clearly worse than the best" if better else "no better than your config"
         return replace(
             self._as_searched(number),
-            interval=mean_in_rounds([item.value for item in counted if item.value is not None]),
+            interval=mean_in_rounds([item.value for item in counted if item.value is not None]).widened(
+                self._rounds.data_error(number)
+            ),
             metrics=mean_metrics(counted) or self._trials[number].user_attrs.get(attributes.METRICS) or {},
             speed_up=ratio,
             differing=self._differing(number),
