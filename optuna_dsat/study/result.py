@@ -263,6 +263,7 @@ def result_of(
     batch, own_batch = complete[ds_config.TRAIN_BATCH], own_train_batch_size(spec, ranks=ranks)
     user = trainable_config(user_config(spec, data_parallel_size=ranks)[0], world_size=ranks)
     user, changed = (study.as_in_file(without_model(each), complete) for each in (user, {**complete, **config}))
+    user = user if verdict.baseline is None else study.at_batch(user, verdict.baseline.number)
     settings, rounds = best_settings(spec, config, folder), study.rounds
     same_batch = _same_batch(study, storage=storage)
     checked = rounds.checked(lossy_of(trial, spec))
@@ -296,6 +297,9 @@ def result_of(
             measured_with="" if profiled is None else profiled.profile.optimizer,
             is_chosen=batch == spec.train_batch_size,
             args=spec.script.args,
+            rates=[
+                study.script_values(each.number).get("optimizer.params.lr") for each in (verdict.baseline, best) if each
+            ],
         ),
         loss_check=loss_check if checked is None else checked.check,
         numbers=lossy_in_words(answers, rounds, spec),
@@ -459,10 +463,12 @@ def learning_rate_advice(
     measured_with: str = "",
     is_chosen: bool = False,
     args: Sequence[str] = (),
+    rates: Sequence[Any] = (),
 ) -> str | None:
     """Return advice on learning rate and steps for a changed global batch; None if it did not change.
 
     A batch that the user chose needs no advice on keeping the previous one. ``measured_with`` is the optimizer's class.
+    ``rates`` are the learning rates that the script sets with the user's config and with ``config``, if it sets any.
 
     The square root of the ratio for Adam and its variants (Malladi et al. 2022, arXiv:2205.10287), the ratio for SGD
     (Goyal et al. 2017, arXiv:1706.02677). Both are rules of thumb, valid up to a task-dependent batch size.
@@ -477,13 +483,16 @@ def learning_rate_advice(
     factor = root if kind in _ADAPTIVE else linear if kind == "sgd" else f"{root}, or by {linear}"
     rate = (optimizer.get("params") or {}).get("lr")
     words = f" of {rate:g}" if isinstance(rate, int | float) else ""
+    advice = f"consider multiplying your learning rate{words} by {factor}"
+    if len(set(rates)) > 1 and all(isinstance(each, int | float) for each in rates):
+        advice = f"the script's learning rate goes from {rates[0]:g} to {rates[1]:g}. Consider {factor} times the first"
     steps = ""
     if samples is not None:
         before, after = (math.ceil(samples / number) for number in (user_batch, batch))
         steps = f", an epoch from {count_in_words(before)} to {things_in_words(after, 'step')}"
     return (
         f"The global batch goes from {count_in_words(user_batch)} to {things_in_words(batch, 'sample')}{steps}: "
-        f"consider multiplying your learning rate{words} by {factor}. That is a rule of thumb, to be checked by the "
-        f"loss of a longer run.{scaled_steps(config, ratio, args=args)}"
+        f"{advice}. That is a rule of thumb, to be checked by the loss of a longer run."
+        f"{scaled_steps(config, ratio, args=args)}"
         f"{'' if is_chosen else f' Keep the batch with --train-batch-size {user_batch}.'}"
     )

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 from optuna.trial import FrozenTrial
 from pydantic import ValidationError
 
+from optuna_dsat.config.ds_config import with_values
 from optuna_dsat.config.search_space import SearchSpace
 from optuna_dsat.errors import ConfigError, NothingRunnableError, StudyConflictError, UnreadableStudyError, UsageError
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.runtime.failure import rule_in_words
-from optuna_dsat.runtime.overlay import MODEL
+from optuna_dsat.runtime.overlay import MODEL, flatten
 from optuna_dsat.script.trainer import ScriptTrainer
 from optuna_dsat.secrecy.shapes import hidden_data
 from optuna_dsat.store import Store, StoredLaunch, StudyRecord
@@ -201,7 +202,22 @@ class StoredStudy:
     def ready_config(self, trial: FrozenTrial) -> dict[str, Any]:
         """Return a trial's DeepSpeed config as the script trains with it."""
         complete = self.complete_config(trial)
-        return self.as_in_file(ready_config(complete, user=self.spec.ds_config, trainer=self.trainer), complete)
+        config = self.as_in_file(ready_config(complete, user=self.spec.ds_config, trainer=self.trainer), complete)
+        return self.at_batch(config, trial.number)
+
+    def at_batch(self, config: dict[str, Any], number: int) -> dict[str, Any]:
+        """Return a trial's config with the settings that the script computes from its batch; not of the user's file."""
+        settings, computed = flatten(config), self.script_values(number)
+        values = {key: computed[key] for key, value in self.script_values().items() if settings.get(key, ...) == value}
+        return with_values(config, values)
+
+    def script_values(self, number: int | None = None) -> dict[str, Any]:
+        """Return dotted key -> value of settings that differ from the file, in a trial's or the profile launch."""
+        differences = {} if self.profiled is None else self.profiled.config_differences
+        trial = next((trial for trial in self.trials if trial.number == number), None)
+        computed = [launch.script_values for launch in self.rounds.launches if launch.number == number]
+        computed += [] if trial is None else [trial.user_attrs.get(attributes.SCRIPT_VALUES, {})]
+        return {key: values[0] for key, values in differences.items()} | {**next(filter(None, computed), {})}
 
     def as_in_file(self, config: dict[str, Any], complete: Mapping[str, Any]) -> dict[str, Any]:
         """Return a config, of a trial's ``complete`` one, with the file's values of keys set in the script's code."""

@@ -13,12 +13,16 @@ import pytest
 from optuna_dsat.config.space_builder import SpaceRequest, build_space
 from optuna_dsat.escape import shell
 from optuna_dsat.runtime.agent.preload import Preload
+from optuna_dsat.runtime.events import EngineReady
 from optuna_dsat.script.batch_rule import BatchRule
 from optuna_dsat.script.settings_file import SettingsCopy
 from optuna_dsat.study.command import cluster_training_command, command_to_train, training_command
 from optuna_dsat.study.config_changes import complete_config
+from optuna_dsat.study.confirm.rounds import RoundLaunch, Rounds
 from optuna_dsat.study.result import learning_rate_advice, write_settings
 from optuna_dsat.study.spec import StudySpec, make_spec
+from optuna_dsat.study.stored import StoredStudy
+from optuna_dsat.trials import attributes
 from tests.harness.small_model import profiled_of
 from tests.harness.studies import spec_of
 
@@ -326,3 +330,39 @@ def test_a_copy_with_the_value_of_a_reference_is_read_by_nobody_else(tmp_path: P
 def test_the_command_for_ray_names_the_interpreter_that_has_the_package(tmp_path: Path) -> None:
     command = cluster_training_command(spec_of(tmp_path, on="ray"), settings=["A=1"], words=["train.py"])
     assert shlex.split(command)[3:7] == ["A=1", sys.executable, "-m", "optuna_dsat.launch.places.ray_train"]
+
+
+LR = "optimizer.params.lr"
+
+
+def test_settings_that_the_script_computes_from_its_batch_are_those_of_the_trials_launch() -> None:
+    """It was: the learning rate of the profile launch, at micro-batch 1, as the user's and in the exported config."""
+    profiled = profiled_of(
+        config_differences={LR: [0.1, 1.0], "seed": [1, 2], "zero_optimization.stage": [0, 2]}, config_in_code=True
+    )
+    ready = EngineReady(
+        rank=0, time=0.0, zero_stage=0, train_batch_size=8, train_micro_batch_size_per_gpu=8, pipeline=False,
+        gradient_accumulation_steps=1, data_parallel_size=1, device="cpu",
+        config_differences={LR: [0.8, 1.0], "seed": [1, 2], "zero_optimization.stage": [1, 2], "other": [1, 2]},
+    )  # fmt: skip
+    assert profiled.values_at_batch(ready) == {LR: 0.8}
+    assert profiled.values_at_batch(None) == {}
+    attrs: list[dict[str, Any]] = [{attributes.SCRIPT_VALUES: {LR: 0.8}}, {}]
+    searched, continued = (optuna.trial.create_trial(value=1.0, user_attrs=each) for each in attrs)
+    searched.number, continued.number = 0, 1
+    launch = RoundLaunch(
+        round=1, number=1, value=1.0, low=1.0, high=1.0, metrics={}, steps=5, outcome="measured", message="",
+        script_values={LR: 0.4},
+    )  # fmt: skip
+    record: Any = None
+    study = StoredStudy(
+        record=record, stored_spec=spec(), spec=spec(), trials=(searched, continued), profiled=profiled,
+        attributes={attributes.CONFIRMATION: Rounds(launches=(launch,)).to_json()},
+    )  # fmt: skip
+    config = {"optimizer": {"params": {"lr": 0.1}}}
+    rates = [study.at_batch(config, number)["optimizer"]["params"]["lr"] for number in (0, 1, 2)]
+    assert rates == [0.8, 0.4, 0.1]
+    in_file = {"optimizer": {"params": {"lr": 1.0}}}
+    assert study.at_batch(in_file, 0) == in_file, "which the script scales again"
+    advice = str(learning_rate_advice(config, batch=16, user_batch=4, rates=(0.1, 0.4)))
+    assert "learning rate goes from 0.1 to 0.4. Consider 2 (" in advice

@@ -246,6 +246,7 @@ class Confirmation:
             sample_size=sum(step.elements for step in record.counted) / sum(step.samples for step in record.counted)
             if measured and record.input_variation
             else None,
+            script_values=self._context.profiled.values_at_batch(record.engine),
             outcome=report.outcome.value,
             message=report.message,
             held_s=report.held_s,

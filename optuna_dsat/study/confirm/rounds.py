@@ -56,6 +56,8 @@ class RoundLaunch(Record):
     """Conditions of the machine during the launch."""
     sample_size: float | None = None
     """Mean elements of a sample, padding included, if inputs vary in size; None otherwise."""
+    script_values: Mapping[str, Any] = field(default_factory=dict)
+    """As of ``attributes.SCRIPT_VALUES``."""
 
 
 @dataclass(frozen=True, kw_only=True)

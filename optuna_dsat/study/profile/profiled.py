@@ -14,6 +14,7 @@ from optuna_dsat.config.record import Record
 from optuna_dsat.config.search_space import SearchSpace
 from optuna_dsat.cost.memory import ModelProfile
 from optuna_dsat.runtime.agent.preload import Preload
+from optuna_dsat.runtime.events import EngineReady
 from optuna_dsat.runtime.overlay import CHECKPOINT_EVERY, MODEL, is_bf16
 from optuna_dsat.script.arg_mapping import STAGE
 from optuna_dsat.script.batch_rule import BatchRule
@@ -236,6 +237,18 @@ class Profiled(Record):
         ]
         is_unused = spec.script.unused_micro_batch is not None
         return not (is_unused or overwritten or self._edits(config, settings_written=settings_written))
+
+    def values_at_batch(self, engine: EngineReady | None) -> dict[str, Any]:
+        """Return dotted key -> value of settings that the script computes from a launch's batch, as a learning rate.
+
+        These differ from the profile launch's. The search does not choose them.
+        """
+        return {
+            key: value
+            for key, (value, _) in ({} if engine is None else engine.config_differences).items()
+            if isinstance(value, int | float) and key.partition(".")[0] not in _CHOSEN
+            if key in self.config_differences and self.config_differences[key][0] != value
+        }
 
     def as_in_file(self, spec: StudySpec, config: dict[str, Any], complete: Mapping[str, Any]) -> dict[str, Any]:
         """Return a config with the values of the user's file for settings that the script changes again in code.

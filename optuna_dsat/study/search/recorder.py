@@ -161,6 +161,8 @@ class TrialRecorder:
         if flight.record.engine is not None:
             trial.set_user_attr(attributes.DATA_PARALLEL_SIZE, flight.record.engine.data_parallel_size)
             trial.set_user_attr(attributes.HOST_THREADS, flight.record.engine.host_threads)
+            if not report.root and (values := self._context.profiled.values_at_batch(flight.record.engine)):
+                trial.set_user_attr(attributes.SCRIPT_VALUES, values)
         if report.outcome is Outcome.OUT_OF_DATA:
             trial.set_user_attr(attributes.DATA_LIMIT, _data_limit(flight))
         if report.outcome is Outcome.SCRIPT_ERROR:
