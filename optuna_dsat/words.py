@@ -223,6 +223,7 @@ def steps_in_words(
     variation: float,
     metrics: Mapping[str, float],
     left_out: float = 0.0,
+    user_left_out: float = 0.0,
     user_metrics: Mapping[str, float] | None = None,
 ) -> str:
     """Return caveats on the steps of a launch; empty if every step counts and all are alike.
@@ -232,13 +233,18 @@ def steps_in_words(
         variation: Of the size of inputs per sample: largest minus smallest, relative to their mean.
         metrics: Metrics of the steps that count.
         left_out: Share of their time that is not counted as it passes in occasional evaluation.
+        user_left_out: The same with the user's config.
         user_metrics: Metrics of the user's config, with which they are compared; None for no comparison.
     """
     remarks = []
+    rates = [item.get("throughput", 0.0) for item in (metrics, user_metrics or {})]
     if skipped:
         remarks.append(f"{skipped} {'step' if skipped == 1 else 'steps'} skipped by the loss scaler, not counted")
     if left_out >= 0.005:
         remarks.append(f"{left_out:.0%} of the steps' time is left out: evaluation or generation between some of them")
+        if rates[1] and rates[0] != rates[1]:
+            ratio = rates[0] * (1 - left_out) / (rates[1] * (1 - user_left_out))
+            remarks[-1] += f"; with it, samples/s are about {times_in_words(ratio)}x those of your config"
     if variation:
         speeds = [metric_in_words(name, metrics[name]) for name in PER_ELEMENT if name in metrics]
         remarks.append(": ".join([f"inputs of a sample vary by {variation:.0%} from step to step", *speeds[:1]]))

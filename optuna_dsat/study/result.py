@@ -307,9 +307,7 @@ def result_of(
         headroom=study.attributes.get(attributes.HEADROOM),
         measurement=" ".join(
             (
-                measurement_in_words(
-                    trial, metrics=best.metrics, user_metrics=getattr(verdict.baseline, "metrics", {})
-                ),
+                measurement_in_words(trial, metrics=best.metrics, user=verdict.baseline),
                 _running_engines_in_words(study.trials, Rounds.of(study.attributes)),
             )
         ).strip(),
@@ -406,10 +404,12 @@ def _bf16_in_words(study: StoredStudy, precision: str) -> str:
     return f"The fastest trial in bf16 measured {metric_in_words(study.metric, half, device=study.spec.device)}{words}."
 
 
-def measurement_in_words(trial: FrozenTrial, *, metrics: Mapping[str, float], user_metrics: Mapping[str, float]) -> str:
+def measurement_in_words(trial: FrozenTrial, *, metrics: Mapping[str, float], user: Measured | None) -> str:
     """Return a sentence on the steps of a trial's launch; empty if every step counts and all are alike."""
     facts = {**attributes.step_facts(trial), "metrics": metrics}
-    words = steps_in_words(**facts, user_metrics=user_metrics)
+    if user is not None:
+        facts |= {"user_metrics": user.metrics, "user_left_out": attributes.step_facts(user.trial)["left_out"]}
+    words = steps_in_words(**facts)
     if facts["variation"]:
         words += (
             "; only launches of their own at one batch size were measured on the same data, and the intervals include "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from optuna.trial import TrialState
@@ -95,8 +96,9 @@ def test_every_record_of_a_study_counts_the_same_steps_and_every_view_says_so(
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Steps: ")]
     assert line.startswith(
         "Steps: 2 steps skipped by the loss scaler, not counted; 14% of the steps' time is left out: evaluation or "
-        "generation between some of them; inputs of a sample vary by 40% from step"
+        "generation between some of them; with it, samples/s are about "
     )
+    assert "x those of your config; inputs of a sample vary by 40% from step" in line
     assert metric_in_words("tokens_per_s", result.metrics["tokens_per_s"]) in line
     winner = bench.study().trials[result.trial]
     words = steps_in_words(**attributes.step_facts(winner))
@@ -118,6 +120,17 @@ def test_a_ratio_is_told_without_the_difference_in_length() -> None:
     )
     for alike in ({"throughput": 56.0, "tokens_per_s": 5900.0}, {}):
         assert steps_in_words(skipped=0, variation=0.0, metrics=alike, user_metrics=own) == ""
+
+
+@pytest.mark.parametrize(("user_left_out", "whole"), [(0.0, "8.50"), (0.2, "10.6")])
+def test_a_ratio_is_told_with_the_time_that_is_left_out(user_left_out: float, whole: str) -> None:
+    """Rollouts of a fixed size: the steps were 21.2 times as fast, the training 8 to 12 times."""
+    left: dict[str, Any] = {"skipped": 0, "variation": 0.0, "left_out": 0.6}
+    words = steps_in_words(
+        **left, metrics={"throughput": 212.5}, user_left_out=user_left_out, user_metrics={"throughput": 10.0}
+    )
+    assert words.endswith(f"; with it, samples/s are about {whole}x those of your config")
+    assert "with it" not in steps_in_words(**left, metrics={"throughput": 212.5})
 
 
 def test_a_script_of_equal_steps_has_no_such_line(bench: StudyBench) -> None:
