@@ -244,7 +244,7 @@ def steps_in_words(
         remarks.append(f"{left_out:.0%} of the steps' time is left out: evaluation or generation between some of them")
         if rates[1] and rates[0] != rates[1]:
             ratio = rates[0] * (1 - left_out) / (rates[1] * (1 - user_left_out))
-            remarks[-1] += f"; with it, samples/s are about {times_in_words(ratio)}x those of your config"
+            remarks[-1] += f"; including it, training is about {times_in_words(ratio)}x as fast as with your config"
     if variation:
         speeds = [metric_in_words(name, metrics[name]) for name in PER_ELEMENT if name in metrics]
         remarks.append(": ".join([f"inputs of a sample vary by {variation:.0%} from step to step", *speeds[:1]]))

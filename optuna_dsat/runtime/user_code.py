@@ -25,7 +25,9 @@ Place = tuple[str, int]
 LARGEST_SIZE = 2**20
 """Largest number that may be a batch size, in samples."""
 LAUNCH_LINE = re.compile(
-    r"(?:^|[\s/])(?:deepspeed|torchrun|accelerate\s+launch|torch\.distributed\.(?:run|launch))\s+(?:-|\S+\.py|$)"
+    r"^(?!.*(?:\b(?:install|p?grep|p?kill|killall|echo)\b|--(?:help|version)\b)).*?(?:^|[\s/])"
+    r"(?:deepspeed|torchrun|accelerate\s+launch|torch\.distributed\.(?:run|launch))\s+(?:-|\S+\.py|$)",
+    re.MULTILINE,
 )
 """Matches a launcher and the start of its arguments, in a string that a program runs as a command."""
 _LIBRARIES = ("site-packages", "dist-packages", f"python{sys.version_info.major}.{sys.version_info.minor}")

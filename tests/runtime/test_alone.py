@@ -100,7 +100,8 @@ def test_a_script_that_starts_itself_again_is_measured(
     ],
 )
 def test_a_script_that_starts_a_launcher_is_told_to_tune_its_command(start: Starter, starts: str) -> None:
-    launch = start.alone(script(start, f"import os, subprocess\nsubprocess.run(['true'])\n{starts}\n"))
+    harmless = "subprocess.run('true; echo install deepspeed -q; echo deepspeed --version', shell=True)"
+    launch = start.alone(script(start, f"import os, subprocess\n{harmless}\n{starts}\n"))
     [failure] = launch.of(RankFailed)
     assert failure.message.startswith("the script launches its training itself: tune that command instead, `")
     assert failure.message.endswith("deepspeed --num_gpus 2 other.py`")

@@ -96,9 +96,9 @@ def test_every_record_of_a_study_counts_the_same_steps_and_every_view_says_so(
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Steps: ")]
     assert line.startswith(
         "Steps: 2 steps skipped by the loss scaler, not counted; 14% of the steps' time is left out: evaluation or "
-        "generation between some of them; with it, samples/s are about "
+        "generation between some of them; including it, training is about "
     )
-    assert "x those of your config; inputs of a sample vary by 40% from step" in line
+    assert "x as fast as with your config; inputs of a sample vary by 40% from step" in line
     assert metric_in_words("tokens_per_s", result.metrics["tokens_per_s"]) in line
     winner = bench.study().trials[result.trial]
     words = steps_in_words(**attributes.step_facts(winner))
@@ -129,8 +129,8 @@ def test_a_ratio_is_told_with_the_time_that_is_left_out(user_left_out: float, wh
     words = steps_in_words(
         **left, metrics={"throughput": 212.5}, user_left_out=user_left_out, user_metrics={"throughput": 10.0}
     )
-    assert words.endswith(f"; with it, samples/s are about {whole}x those of your config")
-    assert "with it" not in steps_in_words(**left, metrics={"throughput": 212.5})
+    assert words.endswith(f"; including it, training is about {whole}x as fast as with your config")
+    assert "including" not in steps_in_words(**left, metrics={"throughput": 212.5})
 
 
 def test_a_script_of_equal_steps_has_no_such_line(bench: StudyBench) -> None:
