@@ -114,7 +114,7 @@ def _trial_table(
             return ""
         return speed_of(row["metrics"], row["value"], metric=study.metric, device=study.spec.device).brief
 
-    user = None if study.baseline is None else study.baseline.searched_value
+    user = None if study.baseline is None else study.baseline.value  # as the table shows it
     speeds = [[speed(row), searched_speed(row)] for row in rows]
     shared = all(text.endswith(_UNIT) for pair in speeds for text in pair if text)
     if shared:

@@ -297,9 +297,7 @@ def result_of(
             measured_with="" if profiled is None else profiled.profile.optimizer,
             is_chosen=batch == spec.train_batch_size,
             args=spec.script.args,
-            rates=[
-                study.script_values(each.number).get("optimizer.params.lr") for each in (verdict.baseline, best) if each
-            ],
+            computed=[{} if each is None else study.script_values(each.number) for each in (verdict.baseline, best)],
         ),
         loss_check=loss_check if checked is None else checked.check,
         numbers=lossy_in_words(answers, rounds, spec),
@@ -463,12 +461,12 @@ def learning_rate_advice(
     measured_with: str = "",
     is_chosen: bool = False,
     args: Sequence[str] = (),
-    rates: Sequence[Any] = (),
+    computed: Sequence[Mapping[str, Any]] = ({}, {}),
 ) -> str | None:
     """Return advice on learning rate and steps for a changed global batch; None if it did not change.
 
     A batch that the user chose needs no advice on keeping the previous one. ``measured_with`` is the optimizer's class.
-    ``rates`` are the learning rates that the script sets with the user's config and with ``config``, if it sets any.
+    ``computed`` are settings that the script sets with the user's config and with ``config``: those that differ follow.
 
     The square root of the ratio for Adam and its variants (Malladi et al. 2022, arXiv:2205.10287), the ratio for SGD
     (Goyal et al. 2017, arXiv:1706.02677). Both are rules of thumb, valid up to a task-dependent batch size.
@@ -478,6 +476,9 @@ def learning_rate_advice(
     ratio = batch / user_batch
     root = f"{ratio**0.5:.3g} (the square root of the ratio, for Adam and similar optimizers: arXiv:2205.10287)"
     linear = f"{ratio:.3g} (the ratio, for SGD: arXiv:1706.02677)"
+    rates = [each.get("optimizer.params.lr") for each in computed]
+    follow = {key: ds_config.AUTO for key, value in computed[1].items() if computed[0].get(key, value) != value}
+    config = ds_config.with_values(config, follow)
     optimizer = config.get("optimizer") or {}
     kind = str(optimizer.get("type") or measured_with).lower()
     factor = root if kind in _ADAPTIVE else linear if kind == "sgd" else f"{root}, or by {linear}"

@@ -359,10 +359,16 @@ def test_settings_that_the_script_computes_from_its_batch_are_those_of_the_trial
         record=record, stored_spec=spec(), spec=spec(), trials=(searched, continued), profiled=profiled,
         attributes={attributes.CONFIRMATION: Rounds(launches=(launch,)).to_json()},
     )  # fmt: skip
-    config = {"optimizer": {"params": {"lr": 0.1}}}
+    config: dict[str, Any] = {"optimizer": {"params": {"lr": 0.1}}}
     rates = [study.at_batch(config, number)["optimizer"]["params"]["lr"] for number in (0, 1, 2)]
     assert rates == [0.8, 0.4, 0.1]
     in_file = {"optimizer": {"params": {"lr": 1.0}}}
     assert study.at_batch(in_file, 0) == in_file, "which the script scales again"
-    advice = str(learning_rate_advice(config, batch=16, user_batch=4, rates=(0.1, 0.4)))
+    steps = "scheduler.params.total_num_steps"
+    config = {**config, "optimizer": {"type": "Adam"}, "scheduler": {"params": {"total_num_steps": 10}}}
+    advice = str(
+        learning_rate_advice(config, batch=16, user_batch=4, computed=({LR: 0.1, steps: 40}, {LR: 0.4, steps: 10}))
+    )
     assert "learning rate goes from 0.1 to 0.4. Consider 2 (" in advice
+    assert "change" not in advice, "which the script has done"
+    assert f"change {steps} from 10 to 2" in str(learning_rate_advice(config, batch=16, user_batch=4))
