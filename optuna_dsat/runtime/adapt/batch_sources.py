@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from optuna_dsat.runtime.adapt.parsers import ParserWatch, names_training_batch, numbers
+from optuna_dsat.runtime.adapt.queues import QUEUE_MODULES, ReadAheadQueues
 from optuna_dsat.runtime.adapt.regroup import RegroupedBatches, RegroupedIndices, RepeatedInputs
 from optuna_dsat.runtime.events import BatchSourcesFound
 from optuna_dsat.runtime.files import read_regular
@@ -85,6 +86,7 @@ class BatchSources:
         self._texts: dict[str, str] = {}
         """Content of each of them -> its path."""
         self._folder = f"{Path.cwd().resolve()}{os.sep}"  # the script may change the working directory
+        self._queues = ReadAheadQueues()
         self._scale = Fraction(1)
         """Ratio of the present batch size to the one that loaders were made with."""
         self.repeated = RepeatedInputs(scale=self._scale_of_fixed_inputs)
@@ -112,7 +114,8 @@ class BatchSources:
                 module.StatefulDataLoader
             ),
         }
-        return {**self._parsers.callbacks(), **loaders, **files}
+        queues = dict.fromkeys(QUEUE_MODULES, lambda module: self._queues.watch(module.Queue))
+        return {**self._parsers.callbacks(), **loaders, **files, **queues}
 
     def event(self, *, rank: int, places: Sequence[Place] = ()) -> BatchSourcesFound:
         """Return everything recorded until now."""
@@ -160,13 +163,14 @@ class BatchSources:
         return max((loader.prefetched + _READ_AHEAD for loader in feeding), default=0)
 
     def skip_read_ahead(self) -> None:
-        """Have loaders skip as many training batches as their workers may have read ahead.
+        """Have loaders skip as many training batches as their workers may have read ahead, and hold back queued ones.
 
         They were read while the script started: steps with them would show the model's speed where the workers are
-        slower. The number is the same in every launch, and so are the data of its steps.
+        slower. The number of a loader's is the same in every launch, and so are the data of its steps.
         """
         for loader in self._loaders:
             loader.to_skip = loader.prefetched
+        self._queues.hold_back()
 
     def _scale_of_fixed_inputs(self) -> Fraction:
         """Return the ratio for inputs that no loader yields; a loader's batch that is fed twice has its size."""
