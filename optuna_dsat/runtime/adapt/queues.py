@@ -1,7 +1,7 @@
 """Batches that a script's own threads or processes have read ahead, in queues that its main thread reads.
 
 They were read while the script started: steps with them would show the model's speed where the reader is slower. As a
-script may count what it gets, nothing is dropped: they are handed over once nothing else comes.
+script may count its batches, none is dropped: they are handed over once nothing else comes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from optuna_dsat.runtime.user_code import is_installed
 QUEUE_MODULES = ("queue", "multiprocessing.queues")
 """Modules with a class ``Queue``."""
 _PATIENCE_S = 5.0
-"""Seconds without a new item after which what is held back is handed over."""
+"""Seconds without a new item after which items that are held back are handed over."""
 _PIPE_S = 1.0
 """Time limit for an item that a thread is still writing to the pipe of a queue."""
 
@@ -46,7 +46,7 @@ class ReadAheadQueues:
         self._held = weakref.WeakKeyDictionary[Any, _Held]()
 
     def hold_back(self) -> None:
-        """Hold back what waits in the queues that the training has read."""
+        """Hold back the batches in queues that the training has read."""
         self._unread = weakref.WeakSet(self._queues)
 
     def watch(self, queue_class: Any) -> None:
