@@ -349,8 +349,8 @@ class TorchrunLauncher:
         facts = launch.facts()
         verdict = classify(facts)
         if (failed := self._forking.suspect(launch, verdict)) is not None:
-            directory = self._places.write(launch.request)
-            again = WaitingLaunch(request=launch.request, directory=directory, repeats=failed)
+            request = replace(launch.request, continues=False)  # its end shows whether the fork was the cause
+            again = WaitingLaunch(request=request, directory=self._places.write(request), repeats=failed)
             self._waiting = {name: again, **self._waiting}
             return None
         report = self._report(launch, facts, verdict, note=note, exit_s=exit_s)

@@ -296,7 +296,7 @@ def test_a_forked_launch_that_fails_is_repeated_plainly(folder: Path, tmp_path: 
     script.write_text(
         "import os, sys\nprint(os.environ['SLURM_PROCID'], file=open(f'rank{os.environ[\"RANK\"]}', 'a'))\n"
         "assert 'imported_before' not in sys.modules, 'I want it fresh'\n"
-        + (SCRIPTS / STUB).read_text().replace("from __future__ import annotations", "")
+        + (SCRIPTS / "tiny_launch.py").read_text().replace("from __future__ import annotations", "")
     )
     (tmp_path / "imported_before.py").write_text("")
     notices: list[str] = []
@@ -310,7 +310,8 @@ def test_a_forked_launch_that_fails_is_repeated_plainly(folder: Path, tmp_path: 
         config = str(folder / "user_config.json")
         command = ScriptCommand(script=str(script), args=(config,), cwd=str(folder), config_path=config)
         as_srun = {"SLURM_PROCID": "$RANK"}
-        report, _ = run(launcher, request(folder, launch_id="refused", command=command, env=as_srun))
+        refused = request(folder, launch_id="refused", command=command, env=as_srun)
+        report, _ = run(launcher, replace(refused, continues=True))  # its ranks waited ten minutes for another trial
         assert report.outcome is Outcome.MEASURED, report
         assert [(folder / f"rank{rank}").read_text().split() for rank in "01"] == [["0", "0"], ["1", "1"]]
         assert len(notices) == 1

@@ -20,7 +20,7 @@ from optuna_dsat.runtime.user_code import is_installed
 
 QUEUE_MODULES = ("queue", "multiprocessing.queues")
 """Modules with a class ``Queue``."""
-_PATIENCE_S = 5.0
+_PATIENCE_S = 2.0
 """Seconds without a new item after which items that are held back are handed over."""
 _PIPE_S = 1.0
 """Time limit for an item that a thread is still writing to the pipe of a queue."""
