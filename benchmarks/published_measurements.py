@@ -244,7 +244,7 @@ def _batch(row: Row) -> tuple[Any, ...]:
 
 
 def roughness(curve: Curve) -> list[float]:
-    """Return the logarithms of a curve's step times over what the line between their two neighbours has there."""
+    """Return the logarithms of a curve's step times, relative to a linear interpolation between their neighbours."""
     points = [(float(size), seconds) for size, seconds in curve.step_s.items()]
     return [
         math.log(time / (before + (later - before) * (size - least) / (most - least)))

@@ -179,7 +179,7 @@ class PublishedCurves(_Record):
     title: str
     retrieved: str = Field(pattern=r"^\d{4}-\d\d-\d\d$")
     left_out: str
-    """What the source has besides, and why it is not used."""
+    """Further measurements of the source, and the reason for leaving them out."""
     curves: tuple[Curve, ...] = Field(min_length=1)
 
 

@@ -411,8 +411,8 @@ def measurement_in_words(trial: FrozenTrial, *, metrics: Mapping[str, float], us
     if facts["variation"]:
         words += (
             "; only launches of their own at one batch size were measured on the same data, and the intervals include "
+            "the variation of the data: a larger --end-profile-step makes them narrower"
         )
-        words += "the variation of the data: a larger --end-profile-step makes them narrower"
     return f"Steps: {words}." if words else ""
 
 

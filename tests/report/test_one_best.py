@@ -215,9 +215,9 @@ def same_words(
     assert row.split()[0] == str(verdict.result.number)
     assert f" {value.removesuffix(' samples/s')} " in row
     speeds = {int(cells[0]): cells for cells in (re.split(" *\u2502 *", line) for line in listed) if cells[0].isdigit()}
-    own = float(speeds[0][3])
+    baseline = float(speeds[0][3])
     for number in (each.number for each in view.measured if verdict.in_rounds(each.number) is None):  # 5.18, then 3.44
-        assert float(speeds[number][4]) == pytest.approx(float(speeds[number][3]) / own, rel=0.01)
+        assert float(speeds[number][4]) == pytest.approx(float(speeds[number][3]) / baseline, rel=0.01)
     assert value in command(bench, capsys, "studies")
     assert f"The result is trial {verdict.result.number}, {value}, " in command(bench, capsys, "explain", "s")
     best = json.loads(command(bench, capsys, "best", "s"))

@@ -56,7 +56,7 @@ class ReadAheadQueues:
         def get(original: Any, queue: Any, block: bool = True, timeout: float | None = None) -> Any:
             is_main = threading.current_thread() is threading.main_thread()
             if not is_main or is_installed(sys._getframe(2).f_code.co_filename):
-                return original(queue, block, timeout)  # a library may count what it has put there
+                return original(queue, block, timeout)  # a reader thread, or a library's queue
             item = self._next(original, queue, block, timeout)
             self._queues.add(queue)
             if queue in self._unread:
