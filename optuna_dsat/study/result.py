@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -34,6 +33,7 @@ from optuna_dsat.study.config_changes import (
 from optuna_dsat.study.confirm.measured import Measured, lossy_in_words, lossy_of, rejected_in_words
 from optuna_dsat.study.confirm.rounds import Rounds
 from optuna_dsat.study.confirm.verdict import Verdict
+from optuna_dsat.study.confirm.words import full_memory_in_words, running_engines_in_words
 from optuna_dsat.study.end_reason import describe_structure_failures
 from optuna_dsat.study.profile.profiled import Profiled
 from optuna_dsat.study.profile.script import own_train_batch_size, user_config
@@ -306,7 +306,7 @@ def result_of(
         measurement=" ".join(
             (
                 measurement_in_words(trial, metrics=best.metrics, user=verdict.baseline),
-                _running_engines_in_words(study.trials, Rounds.of(study.attributes)),
+                running_engines_in_words(study.trials, Rounds.of(study.attributes)),
             )
         ).strip(),
         advice="" if profiled is None else _advice(study, profiled, answers, launches, settings_written=writes_batch),
@@ -364,7 +364,7 @@ def _advice(
     *,
     settings_written: bool,
 ) -> str:
-    """Return what to change in the script, and what another precision brings; the first answer is the fastest."""
+    """Return what to change in the script, what fills the GPUs' memory, and what another precision brings."""
     config, *others = map(study.complete_config, answers)
     device, size = profiled.profile.device_name, profiled.profile.param_bytes
     configured = profiled.precision_of(study.spec.ds_config)
@@ -373,8 +373,9 @@ def _advice(
     compared = any(BIND_CORES in trial.params for trial in study.trials)
     binding = "" if compared else core_binding_in_words(config, ranks=study.spec.slots_per_trial)
     script = profiled.advice(config, settings_written=settings_written)
+    full = full_memory_in_words(answers, study.measured, memory=profiled.profile.device_memory_bytes, spec=study.spec)
     loaded, saved = profiled.checkpoint_advice(study.spec, [config, *others]), _lone_save_in_words(launches)
-    return " ".join(filter(None, (script, loaded, saved, gain, binding)))
+    return " ".join(filter(None, (script, loaded, saved, full, gain, binding)))
 
 
 def _lone_save_in_words(launches: Sequence[StoredLaunch]) -> str:
@@ -419,22 +420,6 @@ def measurement_in_words(trial: FrozenTrial, *, metrics: Mapping[str, float], us
 def _is_of_trial(launch: StoredLaunch) -> bool:
     """Return whether a launch shows the outcome of a trial: one that failed only by continuing another does not."""
     return launch.purpose == "trial" and not launch.report.afresh
-
-
-def _running_engines_in_words(trials: Sequence[FrozenTrial], rounds: Rounds) -> str:
-    """Return how measurements in running engines differ from launches; empty if none was confirmed."""
-    continued = {t.number: t.values[0] for t in trials if attributes.ROOT_LAUNCH in t.user_attrs and t.values}
-    apart = [
-        abs(math.log(continued[number]) - statistics.fmean(map(math.log, values.values())))
-        for number, values in rounds.values().items()
-        if number in continued and values
-    ]
-    if not apart:
-        return ""
-    return (
-        f"Trials that the search measured in a running engine ({count_in_words(len(apart))}) differ by at most "
-        f"{max(apart):.1%} when they are launched again in the rounds."
-    )
 
 
 def write_config(path: Path, config: Mapping[str, Any]) -> None:

@@ -164,6 +164,11 @@ def train_batch_size(trial: FrozenTrial, *, slots: int) -> int:
     return batch_triangle(effective(trial.user_attrs[CONFIG]), world_size=ranks).train_batch_size
 
 
+def peak_bytes(trial: FrozenTrial) -> int:
+    """Return the peak of the fullest rank's device memory; 0 if unknown."""
+    return int(trial.user_attrs.get(PEAK_BYTES) or 0)
+
+
 def step_facts(trial: FrozenTrial) -> dict[str, Any]:
     """Return the arguments of ``words.steps_in_words`` for the steps of a trial's launch."""
     attrs = trial.user_attrs

@@ -10,6 +10,7 @@ from optuna.trial import FrozenTrial
 from optuna_dsat.guided.joint_estimate import JointEstimate
 from optuna_dsat.study.confirm.finalists import choose_finalists, refuted, with_next_best
 from optuna_dsat.study.confirm.rounds import Rounds
+from optuna_dsat.study.confirm.words import full_memory_in_words
 from optuna_dsat.trials import attributes
 from tests.study.test_verdict import OWN, rounds_of, searched, spec, trial
 
@@ -85,3 +86,22 @@ def test_where_no_finalist_is_any_good_the_next_best_is_heard_within_the_limits(
         better = rounds_of({OWN: [10.0, 10.01, 9.99], 1: good})
         assert chosen(better, confirm=1) == better.chosen
         assert not refuted(better, trials, spec=spec())
+
+
+def test_an_answer_that_fills_a_gpu_is_named_with_the_next_best_that_leaves_memory() -> None:
+    trials = [trial(number, value, micro_batch=size) for number, value, size in (
+        (5, 100.0, 40), (4, 99.0, 30), (3, 90.0, 20), (2, 60.0, 2), (1, 50.0, 2), (OWN, 40.0, 2),
+    )]  # fmt: skip
+    for each, share in zip(trials, (99.7, 96.0, 90.0, 95.1, 40.0, 30.0), strict=True):
+        each.user_attrs[attributes.PEAK_BYTES] = round(share * 1000)
+    fastest, second, third, at_user_batch = trials[:4]
+    assert full_memory_in_words([fastest, at_user_batch], trials, memory=100_000, spec=spec()) == (
+        "Trial 5 takes up to 99.7% of a GPU's memory: in a long training, fragmentation or a longer sample may exceed "
+        "it. Trial 3, 10.0% slower, leaves 10%. "
+        "Trial 2 takes up to 95.1% of a GPU's memory: in a long training, fragmentation or a longer sample may exceed "
+        "it. Trial 1, 16.7% slower, leaves 60%."
+    )
+    assert full_memory_in_words([second], [second], memory=100_000, spec=spec()).endswith("may exceed it.")
+    assert not full_memory_in_words([third], trials, memory=100_000, spec=spec())
+    assert not full_memory_in_words([fastest], trials, memory=100_000, spec=spec(device="cpu"))
+    assert not full_memory_in_words([fastest], trials, memory=0, spec=spec())

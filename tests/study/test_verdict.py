@@ -432,6 +432,22 @@ def test_two_rounds_are_enough_for_a_winner_where_launches_of_the_search_hardly_
     assert present(next_in_rounds(begun, TRIALS, spec=spec(), allowed_s=1e9, noise=0.0))[0] == 2
 
 
+def test_rounds_go_on_for_the_answer_that_is_not_known_alone() -> None:
+    trials = (*TRIALS[:2], trial(2, 12.0, overlap_comm=True))
+    vague, precise = [12.0, 10.8, 13.4], [16.0, 16.01, 15.99]
+    at_user_batch = rounds_of({OWN: [10.0, 10.01, 9.99], 1: precise, 2: vague})
+    assert staying(at_user_batch, trials, spec=spec(batch="both")) == [OWN, 2]
+    assert not any(item.left for item in judged(trials, at_user_batch).contenders)
+    fourth = at_user_batch.with_launch(launch(OWN, 4, 10.0)).with_launch(launch(2, 4, 12.0))
+    verdict = judged(trials, fourth)
+    assert (verdict.result.number, verdict.result.left, verdict.result.rounds) == (1, "", 3)
+    assert (present(verdict.same_batch).number, present(verdict.same_batch).rounds) == (2, 4)
+    at_any = rounds_of({OWN: [10.0, 10.01, 9.99], 1: [14.0, 16.0, 18.0], 2: [12.0, 12.01, 11.99]})
+    assert staying(at_any, trials, spec=spec(batch="both")) == [OWN, 1]
+    both = rounds_of({OWN: [10.0, 10.01, 9.99], 1: [14.0, 16.0, 18.0], 2: vague})
+    assert staying(both, trials, spec=spec(batch="both")) == [OWN, 1, 2]
+
+
 def test_the_time_for_rounds_is_limited_after_three_or_as_given() -> None:
     vague = rounds_of({OWN: [10.0, 10.5, 9.5], 1: [16.0, 15.0, 17.0]})
     assert next_in_rounds(vague, TRIALS, spec=spec(), allowed_s=60.0) is None, "six launches of ten seconds"
@@ -455,6 +471,10 @@ def test_rounds_take_longer_where_only_their_small_number_leaves_a_large_gain_op
     assert next_in_rounds(six, TRIALS, spec=spec(), allowed_s=31.0) is not None, "a quarter of 124 s"
     assert next_in_rounds(six, TRIALS, spec=spec(), allowed_s=30.0) is None, "no longer than the search"
     assert next_in_rounds(noisy, TRIALS, spec=spec(confirm_time_s=50.0), allowed_s=16.0) is None
+    trials = (*TRIALS[:2], trial(2, 70.0, overlap_comm=True))
+    at_user_batch = rounds_of({OWN: [65.3, 50.3, 56.1], 1: [1000.0, 1100.0, 1050.0], 2: [67.6, 72.2, 73.5]})
+    assert present(judged(trials, at_user_batch).same_batch).number == OWN
+    assert next_in_rounds(at_user_batch, trials, spec=spec(batch="both"), allowed_s=1.0) == (4, 2)
     open_gain = rounds_of({OWN: [10.0, 9.0, 11.0], 1: [12.0, 8.9, 11.4]})
     assert next_in_rounds(open_gain, TRIALS, spec=spec(), allowed_s=16.0) is None
 

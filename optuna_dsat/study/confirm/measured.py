@@ -83,7 +83,7 @@ class Measured:
     @property
     def peak_bytes(self) -> int:
         """Peak device memory of the worst rank in the search; 0 if unknown."""
-        return int(self.trial.user_attrs.get(attributes.PEAK_BYTES) or 0)
+        return attributes.peak_bytes(self.trial)
 
     @property
     def searched_value(self) -> float:

@@ -403,13 +403,13 @@ class _Judge:
         )
 
     def _has_left(self, number: int) -> bool:
-        """Return whether no further round launches a trial; in an unfinished round it may still wait for its turn."""
+        """Return whether no further round launches a trial; it may also wait for its turn, or for an answer."""
         rounds = self._rounds
         if not rounds.chosen or number in rounds.begun(rounds.last):
             return False
-        waits = number in rounds.chosen and (rounds.last == rounds.since or number in rounds.begun(rounds.last - 1))
         ratio = self._against(number, max(self._eligible, key=self._score))
-        return not waits or (ratio is not None and ratio.rounds >= MIN_ROUNDS and ratio.surely_below(1 - self._tie))
+        is_worse = ratio is not None and ratio.rounds >= MIN_ROUNDS and ratio.surely_below(1 - self._tie)
+        return number not in rounds.chosen or is_worse
 
     def _decided(self, number: int, among: Collection[int] | None = None) -> Measured:
         """Return a trial as decided: by the rounds if these decide, with the speed-up of the search if need be."""

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Sequence
 
-from optuna_dsat.metrics import PER_JOULE, POWER, Interval
+from optuna.trial import FrozenTrial
+
+from optuna_dsat.metrics import PER_JOULE, POWER, Interval, speed_up
 from optuna_dsat.study.confirm.measured import Measured
-from optuna_dsat.study.confirm.rounds import Undecided
+from optuna_dsat.study.confirm.rounds import Rounds, Undecided
 from optuna_dsat.study.confirm.verdict import Verdict, VerdictKind
-from optuna_dsat.words import metric_in_words, things_in_words, times_in_words
+from optuna_dsat.study.spec import StudySpec
+from optuna_dsat.trials import attributes
+from optuna_dsat.words import count_in_words, metric_in_words, things_in_words, times_in_words
 
 _MUCH_OUTSIDE = 0.2
 """Share of a step outside its three phases that is worth a remark."""
+_FULL = 0.95
+"""Share of a GPU's memory above which tensors fill it: a CUDA context and NCCL take another 1 to 2% of 80 GB."""
 
 
 def verdict_in_words(verdict: Verdict, *, metric: str, device: str = "cuda") -> tuple[str, ...]:
@@ -205,3 +213,47 @@ def _energy(verdict: Verdict) -> str:
 
 def _listed(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def full_memory_in_words(
+    answers: Sequence[FrozenTrial], measured: Sequence[FrozenTrial], *, memory: int, spec: StudySpec
+) -> str:
+    """Return a warning on answers that leave next to nothing of a GPU's memory; empty if none does.
+
+    The next best of the ``measured`` trials that leaves more is named, for an answer at the user's global batch one at
+    that batch. ``memory`` is of one GPU, in bytes. Memory of a CPU is limited by the host, not by a device.
+    """
+    texts = []
+    for answer in answers if memory and spec.device == "cuda" else ():
+        if (share := attributes.peak_bytes(answer) / memory) <= _FULL:
+            continue
+        text = (
+            f"Trial {answer.number} takes up to {share:.1%} of a GPU's memory: in a long training, fragmentation or a "
+            "longer sample may exceed it."
+        )
+        batches = {trial.number: attributes.train_batch_size(trial, slots=spec.slots_per_trial) for trial in measured}
+        for other in measured:
+            ratio = speed_up(other.values[0], answer.values[0], maximize=spec.maximize)
+            is_alike = answer is answers[0] or batches[other.number] == batches[answer.number]
+            if ratio and is_alike and 0 < attributes.peak_bytes(other) <= _FULL * memory:
+                worse = f", {1 - ratio:.1%} slower," if ratio < 1 else ", as fast,"
+                text += f" Trial {other.number}{worse} leaves {1 - attributes.peak_bytes(other) / memory:.0%}."
+                break
+        texts.append(text)
+    return " ".join(texts)
+
+
+def running_engines_in_words(trials: Sequence[FrozenTrial], rounds: Rounds) -> str:
+    """Return how measurements in running engines differ from launches; empty if none was confirmed."""
+    continued = {t.number: t.values[0] for t in trials if attributes.ROOT_LAUNCH in t.user_attrs and t.values}
+    apart = [
+        abs(math.log(continued[number]) - statistics.fmean(map(math.log, values.values())))
+        for number, values in rounds.values().items()
+        if number in continued and values
+    ]
+    if not apart:
+        return ""
+    return (
+        f"Trials that the search measured in a running engine ({count_in_words(len(apart))}) differ by at most "
+        f"{max(apart):.1%} when they are launched again in the rounds."
+    )
