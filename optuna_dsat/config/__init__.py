@@ -1,4 +1,1 @@
-"""Read and write DeepSpeed configs: batch sizes, knobs, search spaces.
-
-Imports: errors, runtime.flattening. Called by: all folders that handle configurations.
-"""
+"""Read and write DeepSpeed configs: batch sizes, knobs, search spaces."""

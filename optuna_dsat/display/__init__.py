@@ -1,4 +1,1 @@
-"""User interface of a running search: lines, the live view, Ctrl-C.
-
-Imports: outcome, words, study.progress. Called by: tuning, cli.
-"""
+"""User interface of a running search: lines, the live view, Ctrl-C."""

@@ -9,6 +9,5 @@
     classify        facts of an ended launch -> outcome
     machine, warm, agent, places    sub-packages, see their docstrings
 
-Imports: outcome, errors, metrics, words, config, runtime, script. Called by: store, study, report, plan, doctor,
-tuning, cli.
+Neither Optuna nor torch is imported: the agent of a node runs without them.
 """

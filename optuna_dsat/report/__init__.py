@@ -5,6 +5,4 @@ and ``dashboard.notes``. ``page`` renders them; ``write`` writes the page, or th
 ``dashboard.live`` renders a study again as it changes, ``dashboard.live_app`` serves it and optuna-dashboard over HTTP,
 ``launch_files`` links configs and logs. ``dashboard.publish`` writes notes and plots for optuna-dashboard.
 ``explain.explanation`` explains the winner.
-
-Imports: runtime, config, trials, cost, pruners, guided, launch, store, study. Called by: tuning, cli.
 """

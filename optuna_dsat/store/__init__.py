@@ -3,9 +3,6 @@
 ``urls`` parses storage URLs, ``database`` opens them; ``tables`` defines our schema, ``migrate`` checks and upgrades it
 and opens Optuna's tables; ``registry`` reads and writes our tables; ``leases`` contains heartbeats and
 exclusive tasks; ``reclaim`` requeues the trials of dead workers; ``retry`` retries after transient database errors.
-
-May import ``launch`` (for its reports), ``trials`` and ``runtime``; used by ``study``, ``report``, ``plan``,
-``doctor``, ``tuning`` and ``cli``.
 """
 
 from optuna_dsat.store.leases import Turn, TurnLostError

@@ -1,4 +1,1 @@
-"""From options to a finished search; entry point of both the command line and Python.
-
-Imports: everything but cli. Called by: cli, the public names.
-"""
+"""From options to a finished search; entry point of both the command line and Python."""
