@@ -244,6 +244,10 @@ class StudySpec(_Frozen, SearchSettings):
         """Directory that receives this study's files."""
         return Path(self.output_dir) / self.name
 
+    def with_script(self, **changes: Any) -> StudySpec:
+        """Return the spec with other values of fields of its script."""
+        return self.model_copy(update={"script": self.script.model_copy(update=changes)})
+
     def identity(self) -> dict[str, Any]:
         """Return what makes results comparable, without budgets, time-outs and output directory, which may change."""
         budget = {"name", "free_memory"} | {name for name, item in options_in(SearchSettings).items() if item.budget}

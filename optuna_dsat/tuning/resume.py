@@ -138,15 +138,12 @@ def _relocated(spec: StudySpec, workdir: Path) -> StudySpec:
         flag, equals, path = arg.rpartition("=")
         return f"{flag}{equals}{moved(path)}"
 
-    script = script.model_copy(
-        update={
-            "cwd": str(new),
-            "script": script.script if script.is_module else moved(script.script),
-            "args": tuple(map(moved_argument, script.args)),
-            "config_path": moved(script.config_path),
-        }
+    return spec.model_copy(update={"output_dir": moved(str(spec.output_dir))}).with_script(
+        cwd=str(new),
+        script=script.script if script.is_module else moved(script.script),
+        args=tuple(map(moved_argument, script.args)),
+        config_path=moved(script.config_path),
     )
-    return spec.model_copy(update={"script": script, "output_dir": moved(str(spec.output_dir))})
 
 
 def devices_for(spec: StudySpec, on_notice: Callable[[str], None]) -> Devices:

@@ -245,8 +245,7 @@ def find_accumulation_option(
 
 def _given(spec: StudySpec, option: str, value: int) -> StudySpec:
     """Return a spec whose script is given a value of an option."""
-    args = tuple(with_option(spec.script.args, option, str(value)))
-    return spec.model_copy(update={"script": spec.script.model_copy(update={"args": args})})
+    return spec.with_script(args=tuple(with_option(spec.script.args, option, str(value))))
 
 
 def _proof(spec: StudySpec, launch_id: str, *, overlay: Mapping[str, Any]) -> LaunchRequest:

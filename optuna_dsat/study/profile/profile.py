@@ -250,8 +250,7 @@ class _Attempts:
         missing = {} if self._spec.train_launcher is not None else missing_variables(self._spec, report)
         if not missing:
             return False
-        script = self._spec.script.model_copy(update={"environment": {**missing, **self._spec.script.environment}})
-        self._spec = self._spec.model_copy(update={"script": script})
+        self._spec = self._spec.with_script(environment={**missing, **self._spec.script.environment})
         return True
 
     def _take_users_sizes(self, launched: _Launched) -> None:
@@ -347,7 +346,7 @@ def _steps_may_follow(spec: StudySpec, record: LaunchRecord) -> bool:
 def _request(spec: StudySpec, attempt: ProfileAttempt, *, number: int) -> LaunchRequest:
     if attempt.structure is None:  # the script's stage is the baseline, regardless of the file
         mappings = {key: option for key, option in spec.script.arg_mappings.items() if key != STAGE}
-        spec = spec.model_copy(update={"script": spec.script.model_copy(update={"arg_mappings": mappings})})
+        spec = spec.with_script(arg_mappings=mappings)
     return launch_request(
         spec,
         launch_id=f"profile-{number}" if number else "profile",

@@ -104,8 +104,7 @@ def follow_trainer(
     changes: dict[str, Any] = {"arg_mappings": {**options, **spec.script.arg_mappings}}
     if trainer is not None and trainer.source:
         changes["batch_source"] = _source_here(trainer.source, spec)
-    script = spec.script.model_copy(update=changes)
-    return spec.model_copy(update={"ds_config": config, "script": script})
+    return spec.with_script(**changes).model_copy(update={"ds_config": config})
 
 
 def check_sizes(spec: StudySpec) -> None:
@@ -146,15 +145,12 @@ def follow_script(
         # Differences have the script's global batch as these.
         given = {ds_config.TRAIN_BATCH: None, **in_file, **given}
     config = ds_config.with_values(spec.ds_config, given) if given else spec.ds_config
-    script = spec.script.model_copy(
-        update={
-            "environment": {**environment, **spec.script.environment},
-            "arg_mappings": {**{key: option for key, option in options.items() if option}, **spec.script.arg_mappings},
-            "data_parallel_size": ranks,
-        }
+    followed = spec.model_copy(update={"ds_config": config}).with_script(
+        environment={**environment, **spec.script.environment},
+        arg_mappings={**{key: option for key, option in options.items() if option}, **spec.script.arg_mappings},
+        data_parallel_size=ranks,
     )
-    followed = follow_trainer(spec.model_copy(update={"ds_config": config, "script": script}), trainer, defaults)
-    followed = follow_batch(followed, batch, ranks=ranks)
+    followed = follow_batch(follow_trainer(followed, trainer, defaults), batch, ranks=ranks)
     if spec.batch == "keep" and spec.train_batch_size is None:
         return followed.model_copy(update={"train_batch_size": own_train_batch_size(followed, ranks=ranks)})
     return followed
@@ -172,19 +168,15 @@ def follow_batch(spec: StudySpec, rule: BatchRule | None, *, ranks: int) -> Stud
     config = {key: value for key, value in {**spec.ds_config, **batch}.items() if value is not None}
     in_file = spec.ds_config.get(ds_config.MICRO_BATCH)
     is_unused = rule.keeps_file and isinstance(in_file, int) and in_file != rule.own
-    script = spec.script.model_copy(
-        update={
-            "unused_micro_batch": in_file if is_unused else spec.script.unused_micro_batch,
-            "arg_mappings": {**rule.arg_mappings, **spec.script.arg_mappings},
-            "data_parallel_size": ranks,
-            "batch_source": {**spec.script.batch_source, **_source_here(rule.source(ranks=ranks), spec)},
-        }
-    )
-    multiple = math.lcm(spec.divisible_by, rule.multiple)
-    changes: dict[str, Any] = {"ds_config": config, "script": script, "divisible_by": multiple}
+    changes: dict[str, Any] = {"ds_config": config, "divisible_by": math.lcm(spec.divisible_by, rule.multiple)}
     if rule.kind == "held":
         changes["fix"] = {**(spec.fix or {}), ds_config.MICRO_BATCH: rule.own}
-    return spec.model_copy(update=changes)
+    return spec.model_copy(update=changes).with_script(
+        unused_micro_batch=in_file if is_unused else spec.script.unused_micro_batch,
+        arg_mappings={**rule.arg_mappings, **spec.script.arg_mappings},
+        data_parallel_size=ranks,
+        batch_source={**spec.script.batch_source, **_source_here(rule.source(ranks=ranks), spec)},
+    )
 
 
 def _source_here(source: Mapping[str, Any], spec: StudySpec) -> dict[str, Any]:
