@@ -82,6 +82,19 @@ def server_time(session: Session) -> float:
     return float(session.execute(select(cast(now, Float))).scalar_one())
 
 
+def beat_of(session: Session, study_uuid: str, trial_number: int, *, worker: Worker) -> dict[str, Any]:
+    """Return the row of a worker's heartbeat now."""
+    return {
+        "study_uuid": study_uuid,
+        "trial_number": trial_number,
+        "beat_at": server_time(session),
+        "worker": worker.name,
+        "machine": worker.machine,
+        "pid": worker.pid,
+        "pid_started_at": worker.pid_started_at,
+    }
+
+
 def delete_beat(session: Session, study_uuid: str, trial_number: int, *, worker: Worker | None = None) -> None:
     """Delete the heartbeat of a trial, if present: only if it belongs to ``worker``, or for None in any case."""
     whose = () if worker is None else _belongs_to(worker)
@@ -124,16 +137,7 @@ class Heartbeat:
         key = (study_uuid, number)
 
         def work(session: Session) -> None:
-            row = {
-                "study_uuid": key[0],
-                "trial_number": key[1],
-                "beat_at": server_time(session),
-                "worker": self._worker.name,
-                "machine": self._worker.machine,
-                "pid": self._worker.pid,
-                "pid_started_at": self._worker.pid_started_at,
-            }
-            insert_or_update(session, HeartbeatRow, [row])
+            insert_or_update(session, HeartbeatRow, [beat_of(session, *key, worker=self._worker)])
 
         self._database.run(work)
         with self._guard:

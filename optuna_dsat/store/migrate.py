@@ -78,11 +78,16 @@ def current(database: Database) -> str | None:
 
     def read() -> str | None:
         with database.engine.connect() as connection:
-            if not inspect(connection).has_table(VERSION_TABLE):
-                return None
-            return connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).scalar()
+            return _revision(connection, VERSION_TABLE)
 
     return retrying(read, database=database.shown, limit_s=database.retry_limit_s)
+
+
+def _revision(connection: Connection, table: str) -> str | None:
+    """Return the revision in one of Alembic's version tables; None if the table is missing or empty."""
+    if not inspect(connection).has_table(table):
+        return None
+    return connection.execute(text(f"SELECT version_num FROM {table}")).scalar()
 
 
 def check(database: Database) -> SchemaState:
@@ -191,7 +196,7 @@ def refuse_unusable_tables(connection: Connection, *, shown: str) -> None:
     """
     inspector = inspect(connection)
     present = set(inspector.get_table_names())
-    current = _stamped(connection) if _OPTUNAS_VERSION_TABLE in present else None
+    current = _revision(connection, _OPTUNAS_VERSION_TABLE)
     if models.VersionInfoModel.__tablename__ not in present:  # otherwise Optuna's, in any schema
         if foreign := (current and _OPTUNAS_VERSION_TABLE) or _foreign_table(inspector, present):
             raise StorageUrlError(
@@ -211,12 +216,6 @@ def _foreign_table(inspector: Inspector, present: Container[str]) -> str | None:
         if there is not None and not {column.name for column in table.columns} <= there:
             return str(table.name)
     return None
-
-
-def _stamped(connection: Connection) -> str | None:
-    """Return the schema's revision from Alembic's table; None if it is empty."""
-    result = connection.execute(text(f"SELECT version_num FROM {_OPTUNAS_VERSION_TABLE}")).scalar()
-    return None if result is None else str(result)
 
 
 def _other_schema(current: str, head: str, *, shown: str) -> StorageUrlError:

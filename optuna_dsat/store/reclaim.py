@@ -28,7 +28,15 @@ from sqlalchemy.orm import Session
 
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.store.database import Database
-from optuna_dsat.store.leases import HEARTBEAT_INTERVAL_S, Heartbeat, Worker, delete_beat, release_trial, server_time
+from optuna_dsat.store.leases import (
+    HEARTBEAT_INTERVAL_S,
+    Heartbeat,
+    Worker,
+    beat_of,
+    delete_beat,
+    release_trial,
+    server_time,
+)
 from optuna_dsat.store.tables import HeartbeatRow, insert_or_skip
 from optuna_dsat.trials import attributes
 
@@ -144,15 +152,9 @@ class Reclaimer:
 
     def _add_missing_beats(self, session: Session, numbers: Sequence[int]) -> None:
         """Mark running trials without a heartbeat as lost by adding heartbeats without a worker; the lock is held."""
-        row = {
-            "study_uuid": self._uuid,
-            "beat_at": server_time(session),
-            "worker": "",
-            "machine": "",
-            "pid": 0,
-            "pid_started_at": 0.0,
-        }
-        insert_or_skip(session, HeartbeatRow, [{**row, "trial_number": number} for number in numbers])
+        nobody = Worker(name="", machine="", pid=0, pid_started_at=0.0)
+        rows = [beat_of(session, self._uuid, number, worker=nobody) for number in numbers]
+        insert_or_skip(session, HeartbeatRow, rows)
 
     def _stale(self, now: float, beats: dict[int, HeartbeatRow]) -> list[int]:
         watched = self._clock()
