@@ -69,7 +69,8 @@ def run_study(request: StudyRequest, *, observer: Observer) -> StudyRun:
     notify = _notifier(observer)
     spec = request.spec
     require_secrets(spec)
-    _require_python(spec)
+    if spec.on == "here":  # on a cluster the nodes check it
+        usable(spec.python or sys.executable)
     LeftoverWatch(os.environ, on_notice=notify).begin()
     if not request.relocated:
         remember(spec)
@@ -123,13 +124,6 @@ def search_at_ranks(
 
 def _notifier(observer: Observer) -> Callable[[str], None]:
     return lambda text: observer(Message(text=text))
-
-
-def _require_python(spec: StudySpec) -> None:
-    """Raise for a study whose script's Python does not start here, or has no torch or DeepSpeed."""
-    if spec.on != "here":
-        return  # the nodes check it
-    usable(spec.python or sys.executable)
 
 
 def _launcher_of(request: StudyRequest, observer: Observer) -> Launcher:

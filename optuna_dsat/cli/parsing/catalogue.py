@@ -98,10 +98,10 @@ def _build(name: str, panel: str, module: str, attribute: str) -> Any:
         command = typer.main.get_command(result)
         command.name = name
     else:
-        from optuna_dsat.cli.parsing.commands import first_options, takes_options, with_options
+        from optuna_dsat.cli.parsing.commands import first_options, option_classes, with_options
 
         alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-        alone.command(name, cls=HelpCommand)(with_options(result) if takes_options(result) else result)
+        alone.command(name, cls=HelpCommand)(with_options(result) if option_classes(result) else result)
         command = typer.main.get_command(alone)
         assert isinstance(command, HelpCommand)
         command.first = first_options(result)

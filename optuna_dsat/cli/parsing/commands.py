@@ -14,18 +14,13 @@ from optuna_dsat.cli.parsing.parameters import finite
 from optuna_dsat.study.options.declaration import PANELS, Option, fields_of, option_of, options_in
 
 
-def takes_options(run: Callable[..., None]) -> bool:
-    """Return whether a function takes a class of options, see ``with_options``."""
-    return bool(_classes(run))
-
-
 def first_options(run: Callable[..., None]) -> frozenset[str]:
     """Return the options that a command's help shows first; empty for all."""
-    declared = (options_in(kind) for kind in _classes(run).values())
+    declared = (options_in(kind) for kind in option_classes(run).values())
     return frozenset(name for options in declared for name, option in options.items() if option.first)
 
 
-def _classes(run: Callable[..., None]) -> dict[str, Any]:
+def option_classes(run: Callable[..., None]) -> dict[str, Any]:
     """Return the classes of options that a function takes, by parameter name."""
     hints = get_type_hints(run).items()
     return {name: kind for name, kind in hints if name != "return" and is_dataclass(kind)}
@@ -40,7 +35,7 @@ def with_options(run: Callable[..., None], doc: str | None = None) -> Callable[.
         doc: Help of the command; None for the docstring of ``run``.
     """
     names = [name for name in get_type_hints(run) if name != "return"]
-    classes = _classes(run)
+    classes = option_classes(run)
     declared = {
         name: [(field_, option_of(hint), hint) for field_, hint in fields_of(kind)] for name, kind in classes.items()
     }

@@ -196,10 +196,7 @@ def forked_ranks(parent_state: ParentState) -> Iterator[None]:
     names: Any = api
     original = names.get_subprocess_handler
 
-    def get_handler(**options: Any) -> Any:
-        return Handler(**options)
-
-    names.get_subprocess_handler = get_handler
+    names.get_subprocess_handler = Handler
     try:
         yield
     finally:

@@ -319,7 +319,7 @@ class _Judge:
                 contenders.append(
                     Undecided(
                         number=number,
-                        train_batch_size=self._batch(number),
+                        train_batch_size=self._batches[number],
                         below=self._below(number, best, ratio),
                         best=best,
                         allowed=self._allowed(ratio),
@@ -329,15 +329,12 @@ class _Judge:
 
     def _preferred(self, tied: Sequence[int]) -> int:
         """Choose by global batch, then by fewer differing settings (worth ``_NEARNESS`` of the tie), then by metric."""
-        least = min(map(self._batch, tied))
-        smallest = [number for number in tied if are_alike(self._batch(number), least)]
+        least = min(self._batches[number] for number in tied)
+        smallest = [number for number in tied if are_alike(self._batches[number], least)]
         if self._estimate is not None and self._baseline not in smallest:
             best = max(map(self._score, smallest))
             smallest = [number for number in smallest if self._score(number) >= best - _NEARNESS * self._tie]
         return min(smallest, key=lambda number: (self._differing(number), -self._score(number)))
-
-    def _batch(self, number: int) -> int:
-        return self._batches[number]
 
     @cached_property
     def _batches(self) -> dict[int, int]:
@@ -371,7 +368,7 @@ class _Judge:
         trial = self._trials[number]
         return Measured(
             trial=trial,
-            train_batch_size=self._batch(number),
+            train_batch_size=self._batches[number],
             interval=Interval(value=self._searched(number)),
             metrics=trial.user_attrs.get(attributes.METRICS) or {},
             speed_up=self._searched_ratio(number),
@@ -420,7 +417,7 @@ class _Judge:
 
     def _at_batch(self, batch: int) -> Measured | None:
         """Return the trial with the best speed-up, or metric, at a global batch, by the rounds if there are any."""
-        numbers = [n for n in (self._eligible if self.paired else self._unfailed) if self._batch(n) == batch]
+        numbers = [n for n in (self._eligible if self.paired else self._unfailed) if self._batches[n] == batch]
         if self._baseline is None:
             best = max(numbers, key=self._score) if self.paired and numbers else next(iter(numbers), None)
             return None if best is None else self._decided(best)
