@@ -35,6 +35,7 @@ __all__ = [
     "UnreadableStudyError",
     "UsageError",
     "exit_code_of",
+    "failed_file",
 ]
 
 PATH_ERRORS = frozenset({errno.EACCES, errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EPERM})
@@ -119,6 +120,13 @@ class StorageError(DsatError):
     """The database failed during the study and did not recover in time; the study can be resumed."""
 
     exit_code = 5
+
+
+def failed_file(error: OSError) -> StorageError:
+    """Return the error of a study for a system call that failed."""
+    what = f"{error.filename}: " if error.filename is not None else ""
+    intact = "What was stored before is intact; resume the study once this is repaired."
+    return StorageError(f"{what}{error.strerror or error}. {intact}")
 
 
 class StudyDeletedError(StorageError):

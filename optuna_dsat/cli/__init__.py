@@ -26,7 +26,7 @@ from optuna_dsat.cli.parsing.help import HELP_NAMES
 from optuna_dsat.cli.parsing.options_file import FILE, OF_COMMAND, OPTIONS_ENV, file_of
 from optuna_dsat.cli.parsing.rewriting import COUNTS, hide_secrets, lift_option, spread_numbers
 from optuna_dsat.display.stopping import EXIT_INTERRUPTED
-from optuna_dsat.errors import PATH_ERRORS, DsatError, ScriptFailedError, UsageError, exit_code_of
+from optuna_dsat.errors import PATH_ERRORS, DsatError, ScriptFailedError, UsageError, exit_code_of, failed_file
 from optuna_dsat.escape.terminal import drop_lost_terminal, one_line, say, say_prose
 from optuna_dsat.runtime.files import TEXT_CHARS, shortened
 from optuna_dsat.secrecy.references import hidden_text
@@ -118,13 +118,6 @@ def _report(error: DsatError) -> None:
                 say(f"\n{shortened(hidden_text(error.traceback_tail.rstrip()), TEXT_CHARS)}", file=sys.stderr)
             if error.log_path:
                 say(f"\nFull log: {error.log_path}", file=sys.stderr)
-
-
-def _failed_file(error: OSError) -> str:
-    """Return one line about a failed system call."""
-    what = f"{error.filename}: " if error.filename is not None else ""
-    intact = "What was stored before is intact; resume the study once this is repaired."
-    return f"{what}{error.strerror or error}. {intact}"
 
 
 def _open_streams() -> None:
@@ -233,7 +226,7 @@ def _run(arguments: list[str]) -> NoReturn:
         if error.errno == errno.EIO and drop_lost_terminal():  # the terminal is gone
             sys.exit(EXIT_NO_READER)
         # otherwise an unexpected disk failure
-        _tell(_failed_file(error))
+        _tell(str(failed_file(error)))
         _drop(sys.stdout)
         sys.exit(exit_code_of(error))
     except (KeyboardInterrupt, typer.Abort):

@@ -27,6 +27,7 @@ from optuna_dsat.runtime.overlay import TRAIN_BATCH as TRAIN_BATCH
 from optuna_dsat.runtime.overlay import ZERO as ZERO
 from optuna_dsat.runtime.overlay import flatten as flatten
 from optuna_dsat.runtime.overlay import merge as merge
+from optuna_dsat.runtime.overlay import set_value
 
 AUTO = "auto"
 """Value that Hugging Face's integration replaces; treated as unset without the integration."""
@@ -130,16 +131,10 @@ def with_values(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[st
     """Return a config with other values at dotted keys; None removes a key and sections that become empty."""
     result = copy.deepcopy(dict(config))
     for key, value in values.items():
-        *sections, name = key.split(".")
         if value is None:
-            _remove(result, [*sections, name])
-            continue
-        section: Any = result
-        for item in sections:
-            if not isinstance(section.get(item), dict):
-                section[item] = {}
-            section = section[item]
-        section[name] = value
+            _remove(result, key.split("."))
+        else:
+            set_value(result, key, value)
     return result
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from optuna_dsat.config.ds_config import MICRO_BATCH, flatten
+from optuna_dsat.launch.agent.command import write_run_directory
 from optuna_dsat.launch.event_log import EventLog, LogLimit
 from optuna_dsat.launch.machine.host import MAX_STALL_LIMITS, ActivityMonitor, ProcessUsage
 from optuna_dsat.launch.protocol import Conditions, EndFacts, LaunchFacts, LaunchReport, LaunchRequest, Verdict
@@ -256,8 +257,11 @@ class Launch:
         elif reason.outcome in (Outcome.TIMEOUT, Outcome.STALLED):
             self._start_sweep()
 
-    def continued(self, request: LaunchRequest, directory: RunDirectory, changes: Mapping[str, Any]) -> Launch:
-        """Return the launch of another trial by the same processes, which begins now."""
+    def continued(self, request: LaunchRequest, changes: Mapping[str, Any]) -> Launch:
+        """Return the launch of another trial by the same processes, which begins now; its run directory is written."""
+        folder, leavings = self.directory.root.parent, self.directory.leavings
+        directory = write_run_directory(request, folder, leavings=leavings, changes=changes)
+        directory.copy_command(self.directory)
         return Launch(
             request=request,
             directory=directory,

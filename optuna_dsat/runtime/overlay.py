@@ -25,14 +25,18 @@ def nest(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings with dotted keys, at any depth, as nested objects: ``{"a.b": 1}`` is ``{"a": {"b": 1}}``."""
     result: dict[str, Any] = {}
     for key, value in flatten(settings).items():
-        *path, name = key.split(".")
-        section = result
-        for part in path:
-            if not isinstance(section.get(part), dict):
-                section[part] = {}
-            section = section[part]
-        section[name] = value
+        set_value(result, key, value)
     return result
+
+
+def set_value(config: dict[str, Any], key: str, value: Any) -> None:
+    """Set the value at a dotted key of a nested config, whose missing sections are made."""
+    *path, name = key.split(".")
+    for part in path:
+        if not isinstance(config.get(part), dict):
+            config[part] = {}
+        config = config[part]
+    config[name] = value
 
 
 ZERO = "zero_optimization"

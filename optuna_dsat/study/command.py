@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from optuna_dsat.escape.shell import in_folder, program
 from optuna_dsat.launch.agent.command import allocator_settings
+from optuna_dsat.launch.places.slurm import place_arguments
 from optuna_dsat.runtime.adapt.config import with_option
 from optuna_dsat.runtime.overlay import binds_cores
 from optuna_dsat.runtime.rank import OF_JOB, names_rank
@@ -92,9 +93,8 @@ def _srun_command(spec: StudySpec, *, settings: Sequence[str], words: Sequence[s
     of_ranks = [setting for setting in settings if names_rank(setting.partition("=")[2])]
     settings = [setting for setting in settings if setting not in of_ranks]
     of_ranks = [setting for setting in of_ranks if setting.partition("=")[2] not in OF_JOB]
-    asked = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
-    asked += [f"--gpus-per-node={spec.gpus_per_node}"] if spec.gpus_per_node else []
-    prefix = shell_join(["srun", *asked, *(spec.slurm_arg or ()), *environment_words(spec, settings)])
+    asked = place_arguments(nodes=nodes, slots=spec.gpus_per_node or 0, arguments=spec.slurm_arg or ())
+    prefix = shell_join(["srun", *asked, *environment_words(spec, settings)])
     torchrun = shell_join([*(["env", *of_ranks] if of_ranks else []), program("torchrun", spec.python)])
     torchrun += f" --nnodes {nodes} --nproc_per_node {spec.slots_per_node}"
     if nodes == 1:

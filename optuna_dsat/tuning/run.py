@@ -18,7 +18,7 @@ import optuna
 from optuna_dsat.config import ds_config
 from optuna_dsat.config.search_space import SearchSpace
 from optuna_dsat.config.structures import Structure
-from optuna_dsat.errors import DsatError, NothingRunnableError, ScriptFailedError, StorageError, StudyDeletedError
+from optuna_dsat.errors import DsatError, NothingRunnableError, ScriptFailedError, StudyDeletedError, failed_file
 from optuna_dsat.escape.terminal import say
 from optuna_dsat.launch.launcher import local_launcher
 from optuna_dsat.launch.machine.journal import LeftoverWatch
@@ -96,8 +96,7 @@ def run_study(request: StudyRequest, *, observer: Observer) -> StudyRun:
     except KeyboardInterrupt:
         interrupted = True
     except PermissionError as error:  # permissions that changed during the run
-        intact = "What was stored before is intact; resume the study once this is repaired."
-        raise StorageError(f"{error.filename}: {error.strerror}. {intact}") from error
+        raise failed_file(error) from error
     finally:
         launcher.close()
     return StudyRun(request=request, result=result, interrupted=interrupted, storage=shown)

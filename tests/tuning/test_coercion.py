@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,13 +12,14 @@ import numpy as np
 import pytest
 
 from optuna_dsat.errors import UsageError
-from optuna_dsat.study.options.parse import split_fixed, split_mappings, split_stages
+from optuna_dsat.study.options.parse import split_fixed, split_pairs, split_stages
 from optuna_dsat.tuning.options.keywords import coerced, plain_data
 
 STAGES = Sequence[int] | int | None
 COUNTS = int | Sequence[int] | None
 TEXTS = Sequence[str] | None
 PATH = str | os.PathLike[str]
+MAPPINGS = partial(split_pairs, option="--arg-mapping", form="KEY=--OPTION")
 
 
 @pytest.mark.parametrize(
@@ -101,7 +103,7 @@ def test_data_become_those_of_json() -> None:
         (split_stages, ["3", "1,2 1"], (1, 2, 3)),
         (split_fixed, ["overlap_comm=true", "reduce_bucket_size=5e7", "name=a=b"],
          {"overlap_comm": True, "reduce_bucket_size": 5e7, "name": "a=b"}),
-        (split_mappings, ["train_batch_size=--batch"], {"train_batch_size": "--batch"}),
+        (MAPPINGS, ["train_batch_size=--batch"], {"train_batch_size": "--batch"}),
     ],
 )  # fmt: skip
 def test_texts_become_values(split: Callable[[Any], Any], texts: list[str], value: Any) -> None:
@@ -115,7 +117,7 @@ def test_texts_become_values(split: Callable[[Any], Any], texts: list[str], valu
         (split_stages, "4", "--zero-stages names '4'"),
         (split_fixed, "=1", "--fix is '=1'; write KEY=VALUE"),
         (split_fixed, "overlap_comm=", "write KEY=VALUE"),
-        (split_mappings, "train_batch_size", "--arg-mapping is 'train_batch_size'; write KEY=--OPTION"),
+        (MAPPINGS, "train_batch_size", "--arg-mapping is 'train_batch_size'; write KEY=--OPTION"),
     ],
 )
 def test_what_cannot_be_read_is_named(split: Callable[[Any], Any], text: str, message: str) -> None:

@@ -135,11 +135,9 @@ class Cluster:
     def continue_with(self, request: LaunchRequest, launch: Launch, changes: Mapping[str, Any]) -> Launch:
         """Have the ranks of a launch that wait for an order measure another trial."""
         self._changes.check(launch)
-        directory = write_run_directory(request, self._output_dir, changes=changes)
-        directory.copy_command(launch.directory)
+        continued = launch.continued(request, changes)
         _, remote = self._launches.pop(launch.request.launch_id)
         remote.take_on(request.launch_id, {"request": self._on_the_wire(request), "changes": dict(changes)})
-        continued = launch.continued(request, directory, changes)
         self._launches[request.launch_id] = continued, remote
         return continued
 

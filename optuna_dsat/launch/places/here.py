@@ -137,12 +137,9 @@ class Here:
     def continue_with(self, request: LaunchRequest, launch: Launch, changes: Mapping[str, Any]) -> Launch:
         """Have the ranks of a launch that wait for an order measure another trial."""
         self._changes.check(launch)
-        leavings = launch.directory.leavings
-        directory = write_run_directory(request, self._output_dir, leavings=leavings, changes=changes)
-        directory.copy_command(launch.directory)
-        continued = launch.continued(request, directory, changes)
+        continued = launch.continued(request, changes)
         processes = self._launches[launch.request.launch_id]
-        processes.take_on(request, directory)
+        processes.take_on(request, continued.directory)
         self._launches[request.launch_id] = self._launches.pop(launch.request.launch_id)
         return continued
 

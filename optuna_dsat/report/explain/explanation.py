@@ -86,8 +86,8 @@ class Explanation:
     """Number of the trial."""
     value: float
     """Its metric."""
-    how_known: str = "by the few steps of the search, not confirmed"
-    """Source of ``value`` as text: rounds or the search."""
+    how_known: str = ""
+    """Source of ``value`` as text: rounds or the search; empty if not stated."""
     is_own: bool
     """Whether the winner is the user's own config."""
     user_value: float | None
@@ -165,7 +165,7 @@ def explain_study(study: StoredStudy) -> tuple[Explanation, str]:
 
 def explained(study: StoredStudy) -> Explanation | None:
     """Return the explanation of a study's winner; None if nothing was measured, or its profile is gone."""
-    if study.best is None:
+    if study.best is None or study.verdict is None:
         return None
     params, planner = study.best.trial.params, study.planner
     if GRADIENT_ACCUMULATION in params:  # searched at the user's global batch
@@ -176,7 +176,7 @@ def explained(study: StoredStudy) -> Explanation | None:
     explanation = explain(
         study.trials, planner=planner, winner=study.best, baseline=study.baseline, rounds=study.rounds
     )
-    return explanation if study.verdict is None else replace(explanation, how_known=how_known(study.verdict))
+    return replace(explanation, how_known=how_known(study.verdict))
 
 
 def explain(

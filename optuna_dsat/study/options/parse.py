@@ -81,24 +81,14 @@ def split_fixed(texts: Sequence[str] | None) -> dict[str, Any] | None:
     return fixed or None
 
 
-def split_mappings(texts: Sequence[str] | None) -> dict[str, str] | None:
-    """Parse ``KEY=--OPTION`` texts to config key -> option; raise ``UsageError`` if one has no ``=``."""
-    mappings = {}
-    for text, key, option in _pairs(texts):
-        if option is None:
-            raise UsageError(f"--arg-mapping is {text!r}; write KEY=--OPTION.")
-        mappings[key] = option
-    return mappings or None
-
-
-def split_environment(texts: Sequence[str] | None) -> dict[str, str] | None:
-    """Parse ``NAME=VALUE`` texts; raise ``UsageError`` if one has no name or no ``=``."""
-    variables = {}
+def split_pairs(texts: Sequence[str] | None, *, option: str, form: str) -> dict[str, str] | None:
+    """Parse texts of a ``form`` such as ``NAME=VALUE``; raise ``UsageError`` if one has no name or no ``=``."""
+    result = {}
     for text, name, value in _pairs(texts):
         if not name or value is None:
-            raise UsageError(f"--env is {text!r}; write NAME=VALUE.")
-        variables[name] = value
-    return variables or None
+            raise UsageError(f"{option} is {text!r}; write {form}.")
+        result[name] = value
+    return result or None
 
 
 def _pairs(texts: Sequence[str] | None) -> Iterator[tuple[str, str, str | None]]:

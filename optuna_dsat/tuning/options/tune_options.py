@@ -22,7 +22,7 @@ from optuna_dsat.study.options.declaration import (
     where,
 )
 from optuna_dsat.study.options.methods import METHODS, AshaSettings, BinarySettings, GuidedSettings, RandomSettings
-from optuna_dsat.study.options.parse import named_config, split_counts, split_environment, split_mappings
+from optuna_dsat.study.options.parse import named_config, split_counts, split_pairs
 from optuna_dsat.study.options.settings import SearchSettings, StrPath
 from optuna_dsat.tuning.options.trackers import TRACKERS, split_trackers
 
@@ -152,7 +152,7 @@ class TuneOptions(SearchSettings):
             "train_micro_batch_size_per_gpu=--batch-size (repeatable).",
             python_help="Key of the DeepSpeed config -> option of the script that follows it, such as "
             '``{"train_micro_batch_size_per_gpu": "--batch-size"}``.',
-            parse=split_mappings,
+            parse=partial(split_pairs, option="--arg-mapping", form="KEY=--OPTION"),
             metavar="KEY=--OPTION",
             before="follow_batch",
         ),
@@ -162,7 +162,7 @@ class TuneOptions(SearchSettings):
         what(
             help="Set this environment variable for the script (repeatable); stored with the study unless secret.",
             python_help="Variables of the environment that the script is given; stored with the study unless secret.",
-            parse=split_environment,
+            parse=partial(split_pairs, option="--env", form="NAME=VALUE"),
             metavar="NAME=VALUE",
             before="nvme_path",
         ),
