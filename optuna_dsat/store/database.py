@@ -38,15 +38,15 @@ class LockLostError(StorageError):
     """The server released the database's lock while its owner was working; the transaction wrote nothing."""
 
 
-def _timed_out(*, purpose: str, timeout_s: float) -> StorageError:
+def _timed_out(purpose: str) -> StorageError:
     return StorageError(
-        f"Another process held the lock of the database for more than {timeout_s:g} s, and this one "
+        f"Another process held the lock of the database for more than {LOCK_TIMEOUT_S:g} s, and this one "
         f"needs it to {purpose}: look for an optuna-dsat process that hangs."
     )
 
 
 @contextmanager
-def file_lock(path: Path, *, purpose: str, timeout_s: float) -> Iterator[None]:
+def file_lock(path: Path, *, purpose: str) -> Iterator[None]:
     """Hold a lock file against other processes and threads; ``purpose`` is a verb phrase for the error message.
 
     It must not be the database itself: closing any descriptor of an SQLite file drops the locks that SQLite holds on it
@@ -56,19 +56,17 @@ def file_lock(path: Path, *, purpose: str, timeout_s: float) -> Iterator[None]:
         StorageError: If the lock was not free in time.
         OSError: If the file cannot be created.
     """
-    lock = FileLock(path, timeout=timeout_s, poll_interval=_PAUSE_S, fallback_to_soft=False)
+    lock = FileLock(path, timeout=LOCK_TIMEOUT_S, poll_interval=_PAUSE_S, fallback_to_soft=False)
     try:
-        lock.acquire()
+        held = lock.acquire()
     except Timeout:
-        raise _timed_out(purpose=purpose, timeout_s=timeout_s) from None
-    try:
+        raise _timed_out(purpose) from None
+    with held:
         yield
-    finally:
-        lock.release()
 
 
 @contextmanager
-def advisory_lock(engine: Engine, *, purpose: str, timeout_s: float) -> Iterator[Callable[[Connection], None]]:
+def advisory_lock(engine: Engine, *, purpose: str) -> Iterator[Callable[[Connection], None]]:
     """Hold a PostgreSQL advisory lock in a separate session; the server releases it when the session ends.
 
     A server restart or a broken connection releases the lock while its owner continues. So each transaction of the
@@ -83,13 +81,13 @@ def advisory_lock(engine: Engine, *, purpose: str, timeout_s: float) -> Iterator
         sqlalchemy.exc.DBAPIError: If the server is unreachable.
     """
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
         token = secrets.randbits(62) | 1 << 62  # differs from the keys above
         for key in (token, _ADVISORY_KEY, _WRITERS_KEY):
             while not connection.execute(select(func.pg_try_advisory_lock(key))).scalar_one():
                 if time.monotonic() > deadline:
                     connection.invalidate()  # releases the locks acquired so far
-                    raise _timed_out(purpose=purpose, timeout_s=timeout_s)
+                    raise _timed_out(purpose)
                 time.sleep(_PAUSE_S)
         connection.execute(select(func.pg_advisory_unlock(_WRITERS_KEY)))
 
@@ -267,13 +265,13 @@ class Database:
         """
         self.require_present()
         if self.engine.dialect.name == "sqlite":
-            with file_lock(Path(f"{self.url.database}-lock"), purpose=purpose, timeout_s=LOCK_TIMEOUT_S):
+            with file_lock(Path(f"{self.url.database}-lock"), purpose=purpose):
                 yield
             return
         stack = ExitStack()
 
         def enter() -> Callable[[Connection], None]:
-            return stack.enter_context(advisory_lock(self.engine, purpose=purpose, timeout_s=LOCK_TIMEOUT_S))
+            return stack.enter_context(advisory_lock(self.engine, purpose=purpose))
 
         require = retrying(enter, database=self.shown, limit_s=self.retry_limit_s)
         with stack, self.fenced(require):
