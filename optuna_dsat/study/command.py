@@ -16,7 +16,6 @@ from optuna_dsat.runtime.adapt.config import with_option
 from optuna_dsat.runtime.overlay import binds_cores
 from optuna_dsat.runtime.rank import OF_JOB, names_rank
 from optuna_dsat.script.arg_mapping import map_arguments
-from optuna_dsat.script.command.source import says_where_to_meet
 from optuna_dsat.script.settings_file import SettingsCopy, find_config_key, names_file, settings_copy
 from optuna_dsat.script.trial_class import CHECKPOINTS, RUNNER, complete_training, train_command
 from optuna_dsat.secrecy.references import resolved, shell_join
@@ -173,11 +172,7 @@ def training_command(
     elif rank_option == "--local-rank" and spec.train_launcher is None:
         launcher = [python, "-m", "torch.distributed.launch", "--nproc_per_node", ranks, *module, *_separator(args)]
     elif spec.train_launcher == "deepspeed" or (
-        spec.train_launcher is None
-        and (
-            rank_option
-            or says_where_to_meet(script.script, is_module=script.is_module, cwd=Path(script.cwd), python=spec.python)
-        )
+        spec.train_launcher is None and (rank_option or spec.source.says_where_to_meet())
     ):
         without = [] if rank_option == "--local_rank" else ["--no_local_rank"]
         deepspeed_module = ["--module"] if script.is_module else []

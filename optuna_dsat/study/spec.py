@@ -22,6 +22,7 @@ from optuna_dsat.metrics import METRICS, direction_of
 from optuna_dsat.runtime.adapt.trainers import BF16_ENABLED
 from optuna_dsat.runtime.failure import rule_in_words
 from optuna_dsat.script.arg_mapping import MAPPABLE
+from optuna_dsat.script.command.source import Source
 from optuna_dsat.study.options.declaration import options_in
 from optuna_dsat.study.options.methods import METHODS, AshaSettings, GuidedSettings, RandomSettings, default_stages
 from optuna_dsat.study.options.settings import SearchSettings
@@ -243,6 +244,12 @@ class StudySpec(_Frozen, SearchSettings):
     def study_dir(self) -> Path:
         """Directory that receives this study's files."""
         return Path(self.output_dir) / self.name
+
+    @property
+    def source(self) -> Source:
+        """Source of the script."""
+        script = self.script
+        return Source(script=script.script, is_module=script.is_module, cwd=Path(script.cwd), python=self.python)
 
     def with_script(self, **changes: Any) -> StudySpec:
         """Return the spec with other values of fields of its script."""

@@ -15,7 +15,6 @@ from optuna_dsat.config.knobs import MODEL
 from optuna_dsat.config.user_file import misspelt_in_words, misspelt_types
 from optuna_dsat.errors import PATH_ERRORS, UsageError
 from optuna_dsat.script.command.interception import is_of_launch
-from optuna_dsat.script.command.source import mentioned, reads_input
 from optuna_dsat.script.settings_file import missing_config
 from optuna_dsat.secrecy.names import is_secret
 from optuna_dsat.study.options.declaration import options_in
@@ -137,19 +136,18 @@ _OF_ALL_SCRIPTS = frozenset({
 
 def _of_process(spec: StudySpec) -> Iterator[str]:
     """Yield notes on the standard input and the variables of this process that the script reads."""
-    script, python = spec.script, spec.python
-    where: dict[str, Any] = {"is_module": script.is_module, "cwd": Path(script.cwd), "python": python}
+    script = spec.script
     if missing := missing_config(script.args, cwd=Path(script.cwd)):
         yield f"{missing} names no file in {script.cwd}: correct it, unless the script writes this file itself."
     with contextlib.suppress(OSError):  # closed
         is_given = stat.S_IFMT(os.fstat(0).st_mode) in (stat.S_IFIFO, stat.S_IFREG, stat.S_IFSOCK)
-        if is_given and reads_input(script.script, **where):
+        if is_given and spec.source.reads_input():
             yield "The script reads its standard input, which is empty in trials: have it read a file instead."
     stored = {*script.environment, *_OF_ALL_SCRIPTS}
     given = {
         name for name in os.environ.keys() - stored if not is_of_launch(name) and not is_secret(name, os.environ[name])
     }
-    if read := mentioned(sorted(given), script.script, **where):
+    if read := spec.source.mentioned(sorted(given)):
         yield (
             f"The script reads {', '.join(read)} from this shell's environment, which is neither stored nor in the "
             f"printed command: --env {read[0]}=VALUE is."

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from optuna_dsat.script.command.source import declared_options, module_file, reads_input
+from optuna_dsat.script.command.source import Source, module_file
 from optuna_dsat.study.profile.fingerprint import fingerprint
 from optuna_dsat.study.spec import make_spec
 from optuna_dsat.tuning.options.tune_options import RandomOptions
@@ -76,7 +76,7 @@ def test_a_linked_script_runs_by_its_link_and_imports_from_behind_it(
     monkeypatch.chdir(link.parent)
     for given in ("train.py", "deep/../train.py"):
         assert find_target(RandomOptions(script=given), python=None).script == str(link)
-    assert reads_input(str(link), is_module=False, cwd=link.parent)
+    assert Source(script=str(link), is_module=False, cwd=link.parent).reads_input()
     script = {"cwd": str(link.parent), "config_path": ""}
     linked, real = (spec_of(tmp_path, script={**script, "script": str(path)}) for path in (link, source))
     assert linked.script.folder == source.parent
@@ -106,7 +106,7 @@ def test_a_linked_script_runs_by_its_link_and_imports_from_behind_it(
 )
 def test_an_option_is_the_scripts_where_its_source_declares_it(tmp_path: Path, source: str, declared: bool) -> None:
     (tmp_path / "train.py").write_text(source)
-    result = declared_options(["--seed"], script="train.py", is_module=False, cwd=tmp_path)
+    result = Source(script="train.py", is_module=False, cwd=tmp_path).declared_options(["--seed"])
     assert (result == {"--seed"}) is declared
 
 
@@ -119,4 +119,4 @@ def test_a_script_that_reads_its_standard_input_is_detected(tmp_path: Path) -> N
         ("input = layer.input(3)\nmodel(input)", False),
     ):
         (tmp_path / "train.py").write_text(source)
-        assert reads_input("train.py", is_module=False, cwd=tmp_path) is reads
+        assert Source(script="train.py", is_module=False, cwd=tmp_path).reads_input() is reads

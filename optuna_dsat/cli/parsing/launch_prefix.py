@@ -175,12 +175,7 @@ def _options_behind(command: LaunchCommand, words: Sequence[str], search: TyperC
     behind = [word for word in typed if word in passed or command.is_wrapped]
     if not behind:
         return []
-    from optuna_dsat.script.command.source import declared_options
-
-    folder = Path(command.folder or cwd)
-    declared = declared_options(
-        behind, script=command.script, is_module=command.is_module, cwd=folder, python=command.python
-    )
+    declared = command.source(Path(command.folder or cwd)).declared_options(behind)
     if lost := [word for word in behind if word not in declared or word not in passed]:
         raise UsageError(
             f"{', '.join(lost)}: options within the command go to the script, but {command.script} does not "
@@ -255,15 +250,12 @@ def _ranks(
     ``given`` contains the options of the options file, followed by the search's own.
     """
     from optuna_dsat.launch.machine.devices import detect_devices
-    from optuna_dsat.script.command.source import starts_own_ranks
 
     if engine != "here":
         return _nodes(command, options=options, given=given, engine=engine), None
     if any(word.partition("=")[0] in _DEVICE_OPTIONS for word in options):
         return [], None
-    own_ranks = command.without_launcher and starts_own_ranks(
-        command.script, is_module=command.is_module, cwd=cwd, python=command.python
-    )
+    own_ranks = command.without_launcher and command.source(cwd).starts_own_ranks()
     alone = command.without_launcher and not own_ranks
     if not alone and command.ranks is None and command.gpus is None and command.without_gpus is None:
         return [], None

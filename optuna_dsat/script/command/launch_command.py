@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from optuna_dsat.errors import UsageError
 from optuna_dsat.runtime.files import open_regular, shortened
@@ -36,7 +35,7 @@ from optuna_dsat.script.command.interception import (
 from optuna_dsat.script.command.interceptor import LAUNCHERS, program
 from optuna_dsat.script.command.launcher_options import facts_of
 from optuna_dsat.script.command.preparation import until_exit
-from optuna_dsat.script.command.source import mentioned, module_file
+from optuna_dsat.script.command.source import Source, module_file
 from optuna_dsat.script.interpreter import has_console_script, interpreter_of, module_command, package_folders
 from optuna_dsat.secrecy.references import without_secrets
 
@@ -112,6 +111,10 @@ class LaunchCommand:
     """Folder of the files that it has prepared before its launch (``preparation``); empty for none."""
     notes: tuple[str, ...] = ()
     """Sentences about its parts that have no effect here."""
+
+    def source(self, cwd: Path) -> Source:
+        """Return the source of the script as it is found from a folder."""
+        return Source(script=self.script, is_module=self.is_module, cwd=cwd, python=self.python)
 
 
 def read_command(
@@ -194,8 +197,7 @@ def of_rank(seen: InterceptedRank, *, cwd: Path) -> LaunchCommand:
     else:
         result = _with_ranks(result, seen.ranks, seen.nodes)
     folder = None if seen.folder.resolve() == cwd.resolve() else str(seen.folder)
-    where: Any = {"is_module": result.is_module, "cwd": seen.folder, "python": result.python}
-    reads = mentioned(seen.rank_variables, result.script, **where)
+    reads = result.source(seen.folder).mentioned(seen.rank_variables)
     variables = {**seen.environment, **(seen.rank_variables if reads else {})}
     return _with_environment(replace(result, folder=folder, prepared=seen.prepared), variables)
 

@@ -1,13 +1,13 @@
 """Static analysis of a script: whether it spawns its own ranks or sets ``MASTER_PORT``, and its declared options.
 
-No user code is imported, also not to find the file that ``python -m NAME`` or ``import NAME`` runs. The script is a
-path, absolute or relative to ``cwd``, or a module's name if ``is_module``.
+No user code is imported, also not to find the file that ``python -m NAME`` or ``import NAME`` runs.
 """
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from optuna_dsat.errors import UsageError
@@ -50,48 +50,108 @@ _LAUNCHING = frozenset({"lightning", "lightning_fabric", "pytorch_lightning", "t
 _SPAWNERS = frozenset({"spawn", "start_processes"})
 """Functions of ``torch.multiprocessing`` that spawn ranks."""
 _MOST_FILES = 200
+_SIGNATURE_PARSERS = frozenset({"transformers", "trl", "fire", "tyro", "simple_parsing", "jsonargparse", "typer"})
+"""Packages that derive options from fields or parameters, such as ``HfArgumentParser`` and ``fire.Fire``."""
+_TO_TRAIN = tuple(f"--{name}" for name in ("do_train", "do-train", "train", "training", "is_train", "mode", "phase"))
+"""Options without which scripts may only evaluate."""
 
 
-def starts_own_ranks(script: str, *, is_module: bool, cwd: Path, python: str | None = None) -> bool:
-    """Detect scripts that start one process per device themselves, also through user files that they import."""
-    return any(
-        _spawns(nodes, imported) or any(name.partition(".")[0] in _LAUNCHING for name in imported)
-        for nodes, imported in _files(script, is_module=is_module, cwd=cwd, python=python)
-    )
+@dataclass(frozen=True)
+class Source:
+    """The source of a script and of the user files that it imports, of which ``_MOST_FILES`` are read."""
 
+    script: str
+    """A path, absolute or relative to ``cwd``, or the name of a module."""
+    is_module: bool
+    cwd: Path
+    python: str | None = None
 
-def says_where_to_meet(script: str, *, is_module: bool, cwd: Path, python: str | None = None) -> bool:
-    """Detect scripts (and imported user files) that set ``MASTER_PORT``: under torchrun they would wait."""
-    return any(
-        isinstance(node, ast.Subscript)
-        and isinstance(node.ctx, ast.Store)
-        and isinstance(node.slice, ast.Constant)
-        and node.slice.value == "MASTER_PORT"
-        for nodes, _ in _files(script, is_module=is_module, cwd=cwd, python=python)
-        for node in nodes
-    )
+    def starts_own_ranks(self) -> bool:
+        """Detect scripts that start one process per device themselves."""
+        return any(
+            _spawns(nodes, imported) or any(name.partition(".")[0] in _LAUNCHING for name in imported)
+            for nodes, imported in self._files()
+        )
 
+    def says_where_to_meet(self) -> bool:
+        """Detect scripts that set ``MASTER_PORT``: under torchrun they would wait."""
+        return any(
+            isinstance(node, ast.Subscript)
+            and isinstance(node.ctx, ast.Store)
+            and isinstance(node.slice, ast.Constant)
+            and node.slice.value == "MASTER_PORT"
+            for node in self._nodes()
+        )
 
-def reads_input(script: str, *, is_module: bool, cwd: Path, python: str | None = None) -> bool:
-    """Detect scripts (and imported user files) that read their standard input."""
-    return any(
-        (isinstance(node, ast.Attribute) and node.attr == "stdin" and getattr(node.value, "id", "") == "sys")
-        or (isinstance(node, ast.Call) and ast.unparse(node.func) in ("input", "fileinput.input"))
-        or (isinstance(node, ast.Constant) and node.value == "/dev/stdin")
-        for nodes, _ in _files(script, is_module=is_module, cwd=cwd, python=python)
-        for node in nodes
-    )
+    def reads_input(self) -> bool:
+        """Detect scripts that read their standard input."""
+        return any(
+            (isinstance(node, ast.Attribute) and node.attr == "stdin" and getattr(node.value, "id", "") == "sys")
+            or (isinstance(node, ast.Call) and ast.unparse(node.func) in ("input", "fileinput.input"))
+            or (isinstance(node, ast.Constant) and node.value == "/dev/stdin")
+            for node in self._nodes()
+        )
 
+    def mentioned(self, names: Iterable[str]) -> list[str]:
+        """Return the subset of names by which the script may read the environment.
 
-def mentioned(names: Iterable[str], script: str, *, is_module: bool, cwd: Path, python: str | None = None) -> list[str]:
-    """Return the subset of names by which a script, or a user file that it imports, may read the environment.
+        The key of an assignment, as in ``os.environ["NAME"] = "1"``, does not count, nor a value, as in
+        ``x == "NAME"``.
+        """
+        keys = (key for node in self._nodes() for key in _keys(node))
+        literals = {key.value for key in keys if isinstance(key, ast.Constant)}
+        return [name for name in names if name in literals]
 
-    The key of an assignment, as in ``os.environ["NAME"] = "1"``, does not count, nor a value, as in ``x == "NAME"``.
-    """
-    files = _files(script, is_module=is_module, cwd=cwd, python=python)
-    keys = (key for nodes, _ in files for node in nodes for key in _keys(node))
-    literals = {key.value for key in keys if isinstance(key, ast.Constant)}
-    return [name for name in names if name in literals]
+    def declared_options(self, options: Sequence[str]) -> set[str]:
+        """Return the subset of options that the script visibly declares.
+
+        An option is declared if its name occurs in a call such as ``add_argument`` or in a comparison, as with
+        ``sys.argv``. If a package of ``_SIGNATURE_PARSERS`` is imported, fields of classes and parameters of functions
+        also declare options.
+        """
+        spellings: set[str] = set()
+        names: set[str] = set()
+        imported: set[str] = set()
+        for nodes, modules in self._files():
+            imported |= {module.partition(".")[0] for module in modules}
+            for node in nodes:
+                spellings.update(_spellings(node))
+                names.update(_names(node))
+        if not imported & _SIGNATURE_PARSERS:
+            names = set()
+        return {option for option in options if option in spellings or option.strip("-").replace("-", "_") in names}
+
+    def options_to_train(self) -> list[str]:
+        """Return the options of the script without which it may not train.
+
+        ``do_train`` of Hugging Face's ``TrainingArguments`` is not declared in user files, but read there.
+        """
+        names = {node.attr for node in self._nodes() if isinstance(node, ast.Attribute)}
+        return sorted(self.declared_options(_TO_TRAIN) or {_TO_TRAIN[0]} & {f"--{name}" for name in names})
+
+    def _nodes(self) -> Iterator[ast.AST]:
+        return (node for nodes, _ in self._files() for node in nodes)
+
+    def _files(self) -> Iterator[tuple[list[ast.AST], list[str]]]:
+        """Yield the syntax nodes and the imported modules of each file."""
+        if self.is_module:
+            first = module_file(self.script, self.cwd, python=self.python)
+        else:
+            first = (self.cwd / self.script).resolve()
+        waiting: list[Path] = [] if first is None else [first]
+        seen: set[Path] = set()
+        while waiting and len(seen) < _MOST_FILES:
+            file = waiting.pop()
+            if file in seen:
+                continue
+            seen.add(file)
+            try:
+                nodes = list(ast.walk(parsed_source(file)))
+            except (OSError, SyntaxError, ValueError):
+                continue
+            imported = list(imported_modules(nodes))
+            yield nodes, imported
+            waiting += _own_files(imported, folders=(file.parent, first.parent if first else self.cwd, self.cwd))
 
 
 def _keys(node: ast.AST) -> Sequence[ast.expr]:
@@ -103,47 +163,6 @@ def _keys(node: ast.AST) -> Sequence[ast.expr]:
     if isinstance(node, ast.Compare):
         return (node.left,) if isinstance(node.ops[0], (ast.In, ast.NotIn)) else ()
     return getattr(node, "elts", ())  # a list of names
-
-
-_SIGNATURE_PARSERS = frozenset({"transformers", "trl", "fire", "tyro", "simple_parsing", "jsonargparse", "typer"})
-"""Packages that derive options from fields or parameters, such as ``HfArgumentParser`` and ``fire.Fire``."""
-
-
-def declared_options(
-    options: Sequence[str], *, script: str, is_module: bool, cwd: Path, python: str | None = None
-) -> set[str]:
-    """Return the subset of options that a script, or a user file that it imports, visibly declares.
-
-    An option is declared if its name occurs in a call such as ``add_argument`` or in a comparison, as with
-    ``sys.argv``. If a package of ``_SIGNATURE_PARSERS`` is imported, fields of classes and parameters of functions also
-    declare options.
-    """
-    spellings: set[str] = set()
-    names: set[str] = set()
-    imported: set[str] = set()
-    for nodes, modules in _files(script, is_module=is_module, cwd=cwd, python=python):
-        imported |= {module.partition(".")[0] for module in modules}
-        for node in nodes:
-            spellings.update(_spellings(node))
-            names.update(_names(node))
-    if not imported & _SIGNATURE_PARSERS:
-        names = set()
-    return {option for option in options if option in spellings or option.strip("-").replace("-", "_") in names}
-
-
-_TO_TRAIN = tuple(f"--{name}" for name in ("do_train", "do-train", "train", "training", "is_train", "mode", "phase"))
-"""Options without which scripts may only evaluate."""
-
-
-def options_to_train(script: str, *, is_module: bool, cwd: Path, python: str | None = None) -> list[str]:
-    """Return the options of a script, or of a user file that it imports, without which it may not train.
-
-    ``do_train`` of Hugging Face's ``TrainingArguments`` is not declared in user files, but read there.
-    """
-    result = declared_options(_TO_TRAIN, script=script, is_module=is_module, cwd=cwd, python=python)
-    files = _files(script, is_module=is_module, cwd=cwd, python=python)
-    names = {node.attr for nodes, _ in files for node in nodes if isinstance(node, ast.Attribute)}
-    return sorted(result or {_TO_TRAIN[0]} & {f"--{name}" for name in names})
 
 
 def _spellings(node: ast.AST) -> Iterator[str]:
@@ -190,27 +209,6 @@ def numbers_ranks(nodes: Iterable[ast.AST]) -> bool:
             values += [keyword.value for keyword in node.keywords if keyword.arg == name]
     computed = [ast.unparse(value) for value in values if value is not None and not isinstance(value, ast.Constant)]
     return any("env" not in text for text in computed)  # a variable of another launcher
-
-
-def _files(
-    script: str, *, is_module: bool, cwd: Path, python: str | None = None
-) -> Iterator[tuple[list[ast.AST], list[str]]]:
-    """Yield the syntax nodes and the imported modules of a script and of the user files that it imports."""
-    first = module_file(script, cwd, python=python) if is_module else (cwd / script).resolve()
-    waiting: list[Path] = [] if first is None else [first]
-    seen: set[Path] = set()
-    while waiting and len(seen) < _MOST_FILES:
-        file = waiting.pop()
-        if file in seen:
-            continue
-        seen.add(file)
-        try:
-            nodes = list(ast.walk(parsed_source(file)))
-        except (OSError, SyntaxError, ValueError):
-            continue
-        imported = list(imported_modules(nodes))
-        yield nodes, imported
-        waiting += _own_files(imported, folders=(file.parent, first.parent if first else cwd, cwd))
 
 
 def imported_modules(nodes: Sequence[ast.AST]) -> Iterator[str]:

@@ -15,7 +15,6 @@ from optuna_dsat.config.search_space import SearchSpace
 from optuna_dsat.errors import UsageError
 from optuna_dsat.script.arg_mapping import PASS_BATCH, RANK_BATCH, STAGE
 from optuna_dsat.script.batch_rule import BatchRule
-from optuna_dsat.script.command.source import options_to_train
 from optuna_dsat.script.trainer import ScriptTrainer
 from optuna_dsat.store import Store
 from optuna_dsat.study.spec import StudySpec
@@ -210,7 +209,6 @@ def _as_given(option: str, args: Sequence[str]) -> str:
 
 def hint_to_train(spec: StudySpec) -> str:
     """Return what to do about a script that ends without training, as the end of a message."""
-    script, given = spec.script, {word.partition("=")[0] for word in spec.script.args}
-    options = options_to_train(script.script, is_module=script.is_module, cwd=Path(script.cwd), python=spec.python)
-    missing = " or ".join(option for option in options if option not in given)
+    given = {word.partition("=")[0] for word in spec.script.args}
+    missing = " or ".join(option for option in spec.source.options_to_train() if option not in given)
     return f". If it trains only with {missing or 'an option'}, add that"
