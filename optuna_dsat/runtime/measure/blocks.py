@@ -56,9 +56,13 @@ def is_pipeline_module(module: Any) -> bool:
     return any(cls.__name__ == "PipelineModule" for cls in type(module).__mro__)
 
 
+def numel(parameter: Any) -> int:
+    """Return the number of elements of a parameter. ZeRO 3 partitions it and keeps its size in ``ds_numel``."""
+    return int(getattr(parameter, "ds_numel", None) or parameter.numel())
+
+
 def _parameters_of(blocks: list[Any]) -> int:
-    # ZeRO 3 keeps the size of a partitioned parameter in ds_numel.
-    return sum(int(getattr(p, "ds_numel", None) or p.numel()) for block in blocks for p in block.parameters())
+    return sum(numel(parameter) for block in blocks for parameter in block.parameters())
 
 
 def reason_against(model: Any) -> str:

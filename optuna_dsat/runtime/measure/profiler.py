@@ -20,18 +20,13 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 from optuna_dsat.runtime.events import Event, ProfileMeasured
-from optuna_dsat.runtime.measure.blocks import BlockWatch, RoutingWatch, compiled_by_script, has_leaf_modules
+from optuna_dsat.runtime.measure.blocks import BlockWatch, RoutingWatch, compiled_by_script, has_leaf_modules, numel
 from optuna_dsat.runtime.measure.engine import is_pipeline, micro_batches_in_flight, sequence_shards
 from optuna_dsat.runtime.measure.memory import CpuMemory, CudaMemory, cpu_name, host_memory_bytes, numa_nodes
 from optuna_dsat.runtime.rank import LaunchPlan, Rank
 
 _BLOCK_BYTES = 512
 """Block size to which torch's CUDA allocator rounds up (``kMinBlockSize``, c10/cuda/CUDACachingAllocator.cpp)."""
-
-
-def _numel(parameter: Any) -> int:
-    # ZeRO 3 replaces a partitioned parameter by an empty tensor and keeps its size in ds_numel.
-    return int(getattr(parameter, "ds_numel", None) or parameter.numel())
 
 
 class Profiler:
@@ -103,7 +98,7 @@ class Profiler:
             return
         module, optimizer = self._engine.module, getattr(self._engine, "basic_optimizer", None)
         zero = sys.modules.get("deepspeed.runtime.zero.utils")
-        sizes = [(_numel(parameter), parameter.requires_grad) for parameter in module.parameters()]
+        sizes = [(numel(parameter), parameter.requires_grad) for parameter in module.parameters()]
         samples, watch = max(1, samples), self._blocks
         divisor = samples / micro_batches_in_flight(self._engine)
         host = host_memory_bytes()
@@ -117,7 +112,7 @@ class Profiler:
                 params=sum(size for size, _ in sizes),
                 trainable_params=sum(size for size, trainable in sizes if trainable),
                 largest_layer_params=max(
-                    (sum(map(_numel, layer.parameters(recurse=False))) for layer in module.modules()), default=0
+                    (sum(map(numel, layer.parameters(recurse=False))) for layer in module.modules()), default=0
                 ),
                 param_bytes=next((int(parameter.element_size()) for parameter in module.parameters()), 4),
                 activation_bytes_per_sample=round(max(self._activations, watch.saved_bytes) / divisor),
@@ -136,7 +131,7 @@ class Profiler:
                 no_checkpointing=watch.reason,
                 no_compiling="the script compiles its model itself" if compiled_by_script(module) else "",
                 leaf_classes=tuple(sorted({type(leaf).__name__ for leaf in leaves})),
-                leaf_params=max((sum(map(_numel, leaf.parameters())) for leaf in leaves), default=0),
+                leaf_params=max((sum(map(numel, leaf.parameters())) for leaf in leaves), default=0),
                 numa_nodes=numa_nodes(),
             )
         )
