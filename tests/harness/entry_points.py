@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from optuna_dsat.cli import main
+from optuna_dsat.escape import shell
 from optuna_dsat.launch.machine.journal import LeftoverWatch
 from optuna_dsat.tuning import run
 from tests.harness.landscapes import Hill
@@ -83,6 +84,7 @@ def searching_in(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[EntryPoint
     (folder / "train.py").write_text("raise SystemExit('never run')\n")
     (folder / "ds.json").write_text(json.dumps(DS_CONFIG))
     patch.chdir(folder)
+    patch.setattr(shell, "_left", [])  # commands of other tests may have left folders
     made = EntryPointBench(folder)
     patch.setattr(run, "local_launcher", made.launcher)
     patch.setattr(LeftoverWatch, "begin", lambda _: None)  # removes those of tests that run beside this one
