@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -46,14 +46,18 @@ class Optimum:
     """Samples per second."""
 
 
-def optimum(machine: RandomMachine) -> Optimum:
+def optimum(machine: RandomMachine, *, samples: int | None = None) -> Optimum:
     """Return the true best over all lineages, and all micro-batches that ``_sizes`` names.
+
+    With ``samples`` per rank and step, over the micro-batches that divide them; accumulation makes up the rest.
 
     Raises:
         ValueError: If nothing runs.
     """
     space, base = search_space(machine), ds_config.effective(machine.user_config)
     sizes = _sizes(machine)
+    if samples is not None:
+        sizes = np.array([size for size in range(1, samples + 1) if samples % size == 0], dtype=np.float64)
     known: dict[Settings, Optimum] = {}
     for lineage in space.lineages():
         params = {**lineage, ds_config.MICRO_BATCH: space.micro_batches[0]}
@@ -61,6 +65,9 @@ def optimum(machine: RandomMachine) -> Optimum:
         fits = sizes[:0] if settings in known else sizes[machine.fits(settings, sizes)]
         if len(fits):
             rates = fits * machine.slots / machine.step_s(settings, fits)
+            if samples is not None:
+                seconds = [_step_s(machine, settings, samples, size) for size in fits]
+                rates = samples * machine.slots / np.array(seconds)
             fastest = int(np.argmax(rates))
             known[settings] = Optimum(
                 params=dict(lineage),
@@ -69,6 +76,11 @@ def optimum(machine: RandomMachine) -> Optimum:
                 throughput=float(rates[fastest]),
             )
     return max(known.values(), key=lambda each: each.throughput)
+
+
+def _step_s(machine: RandomMachine, settings: Settings, samples: int, size: float) -> float:
+    accumulated = replace(settings, accumulation=samples // int(size))
+    return float(machine.step_s(accumulated, np.array([size]))[0])
 
 
 def _sizes(machine: RandomMachine) -> NDArray[np.float64]:

@@ -25,6 +25,8 @@ from optuna_dsat.study.stored import StoredStudy, read_stored
 from optuna_dsat.trials import attributes
 from tests.harness.simulated import SIMULATED_DEVICES
 
+BOTH = "-both"
+"""Ending of a method's name with ``--batch both``."""
 _EVERY = 8
 """Trials between two statements of what may be left to gain."""
 
@@ -56,6 +58,8 @@ def quick_store(folder: Path) -> Iterator[Store]:
 def spec_of(rig: Rig, *, method: str, budget: int, seed: int, folder: Path) -> StudySpec:
     """Return the study: the command line's defaults, one launch at a time, for the one question that peers answer.
 
+    A method whose name ends with ``BOTH`` answers the second question as well, as by default, and its rounds go on.
+
     The finalists (three and the user's config) are part of the budget, so that no method launches more than another:
     the last launches are a single round of them, where a search leaves no more. Simulated machines know nothing of
     ``zero_hpz_partition_size``, which would be tuned on several nodes.
@@ -63,7 +67,7 @@ def spec_of(rig: Rig, *, method: str, budget: int, seed: int, folder: Path) -> S
     confirm = 3 if budget > 8 else 0
     return make_spec(
         name="benchmark",
-        method=method,
+        method=method.removesuffix(BOTH),
         script={"script": COMMAND.script, "cwd": str(folder), "config_path": COMMAND.config_path},
         ds_config=rig.landscape.user_config,
         device=rig.landscape.kind,
@@ -72,7 +76,7 @@ def spec_of(rig: Rig, *, method: str, budget: int, seed: int, folder: Path) -> S
         nodes_per_trial=rig.landscape.nodes,
         slots_per_trial=rig.landscape.slots,
         max_trials=budget - (confirm + 1 if confirm else 0),
-        batch="free",
+        batch="both" if method.endswith(BOTH) else "free",
         max_concurrent_trials=1,
         random_seed=seed,
         confirm=confirm,
@@ -94,6 +98,8 @@ def run(method: str, rig: Rig, *, budget: int, seed: int) -> None:
         study = search(method, rig, budget=budget, seed=seed, store=store)
         if study is not None:
             rig.results = results(rig, study)
+            same = study.verdict.same_batch if study.spec.batch == "both" and study.verdict else None
+            rig.same_batch = None if same is None else same.trial.user_attrs[attributes.CONFIG]
             rig.statements = statements(study)
 
 

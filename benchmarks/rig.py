@@ -76,6 +76,8 @@ class Rig(SimulatedLauncher):
         self.launches: list[Launch] = []
         self.results: Sequence[Mapping[str, Any] | None] | None = None
         """Result of the search if it ended after each launch; None for peers, which name none."""
+        self.same_batch: Mapping[str, Any] | None = None
+        """Config of the answer at the user's global batch; None if it was not asked for, or without any."""
         self.statements: Sequence[tuple[Mapping[str, Any], float]] = ()
         """The config held and what may be left to gain as the method states it, the last at the end of the search."""
         self._budget = budget
