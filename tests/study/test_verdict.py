@@ -442,10 +442,11 @@ def test_rounds_go_on_for_the_answer_that_is_not_known_alone() -> None:
     verdict = judged(trials, fourth)
     assert (verdict.result.number, verdict.result.left, verdict.result.rounds) == (1, "", 3)
     assert (present(verdict.same_batch).number, present(verdict.same_batch).rounds) == (2, 4)
-    at_any = rounds_of({OWN: [10.0, 10.01, 9.99], 1: [14.0, 16.0, 18.0], 2: [12.0, 12.01, 11.99]})
-    assert staying(at_any, trials, spec=spec(batch="both")) == [OWN, 1]
-    both = rounds_of({OWN: [10.0, 10.01, 9.99], 1: [14.0, 16.0, 18.0], 2: vague})
-    assert staying(both, trials, spec=spec(batch="both")) == [OWN, 1, 2]
+    for second, kept in (([12.0, 12.01, 11.99], [OWN, 1]), (vague, [OWN, 1, 2])):
+        at_any = rounds_of({OWN: [10.0, 10.01, 9.99], 1: [14.0, 16.0, 18.0], 2: second})
+        assert staying(at_any, trials, spec=spec(batch="both")) == kept
+    fastest_of_all = rounds_of({OWN: [10.0, 10.01, 9.99], 1: [11.9, 12.0, 11.8], 2: vague})
+    assert staying(fastest_of_all, trials, spec=spec(batch="both")) == [OWN, 1, 2], "it has the user's batch"
 
 
 def test_the_time_for_rounds_is_limited_after_three_or_as_given() -> None:

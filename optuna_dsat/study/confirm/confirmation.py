@@ -343,12 +343,11 @@ def staying(rounds: Rounds, trials: Sequence[FrozenTrial], *, spec: StudySpec) -
 
     numbers = [number for number in present if number in (baseline, same) or not is_worse(number)]
     unknown = _unknown(verdict, rounds, spec=spec)
-    if same == baseline or not unknown:
+    if not unknown or same in (baseline, best, verdict.result.number):
         return numbers
-    if set(unknown) == {same}:
+    if unknown == [same]:
         return [number for number in numbers if number in (baseline, same)]
-    kept = (baseline, best, verdict.result.number, *unknown)
-    return [number for number in numbers if number != same or number in kept]
+    return [number for number in numbers if number != same or same in unknown]
 
 
 def _is_enough(
