@@ -202,7 +202,7 @@ def test_every_option_of_a_search_is_declared_in_one_class() -> None:
 
 MOST_PRODUCT_LINES = 64_656
 MOST_PRODUCT_FILES = 323
-MOST_TEST_LINES = 52_274
+MOST_TEST_LINES = 52_284
 MOST_BENCHMARK_LINES = 7_472
 """The budget. A change that needs more edits a number here; the aims are 56,000, 280, 40,000 and 6,000."""
 MOST_MODULES_OF_A_FOLDER = 15

@@ -84,6 +84,16 @@ def test_a_launch_and_the_enumeration_agree(seed: int) -> None:
     sizes = np.array([best.micro_batch, 4.0 * machine.most])
     assert list(machine.fits(best.settings, sizes)) == [True, False]
     assert best.throughput >= throughput(machine, machine.user_config) * 0.999
+    samples = 2 * machine.drawn.user_micro_batch
+    same_batch = optimum(machine, samples=samples)
+    steps = {"gradient_accumulation_steps": samples // same_batch.micro_batch}
+    overlay = search_space(machine).overlay(
+        same_batch.params | {"train_micro_batch_size_per_gpu": same_batch.micro_batch}
+    )
+    accumulated = ds_config.merge(machine.user_config, overlay) | steps
+    assert throughput(machine, accumulated) == pytest.approx(same_batch.throughput)
+    users = machine.user_config | {"gradient_accumulation_steps": 2}
+    assert same_batch.throughput >= throughput(machine, users) * 0.999
 
 
 def test_a_machine_is_the_same_for_its_seed() -> None:
@@ -120,7 +130,7 @@ def test_realistic_machines_and_stress_tests_have_separate_rows() -> None:
         return Result(
             landscape="machine", method="guided", seed=seed, launches=9, seconds=1.0, launches_to_near=7,
             seconds_to_near=None, distance=0.01, outcomes={},
-            statements=[(0.0, 1.0), (0.02, left)], trials=9, rounds=6,
+            statements=[(0.0, 1.0), (0.02, left)], trials=9, rounds=6, same_batch=left if seed < 9 else None,
         )  # fmt: skip
 
     searches = {
@@ -128,10 +138,10 @@ def test_realistic_machines_and_stress_tests_have_separate_rows() -> None:
     }
     realistic, stress = table(searches, ["guided"]).splitlines()[2:4]
     assert realistic.startswith("| realistic, guided | 2 |")
-    assert realistic.endswith("| 50% of 2 |")
+    assert realistic.endswith("| 50% of 2 | 50%, 100% |")
     assert "| 9 | 3 |" in realistic, "nine launches, six of them rounds"
     assert stress.startswith("| stress, guided | 1 |")
-    assert stress.endswith("| 100% of 1 |")
+    assert stress.endswith("| 100% of 1 |  |")
 
 
 def test_seeds_are_a_number_or_a_range() -> None:
