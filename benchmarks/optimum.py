@@ -64,10 +64,7 @@ def optimum(machine: RandomMachine, *, samples: int | None = None) -> Optimum:
         settings = Settings.of(ds_config.merge(base, space.overlay(params)))
         fits = sizes[:0] if settings in known else sizes[machine.fits(settings, sizes)]
         if len(fits):
-            rates = fits * machine.slots / machine.step_s(settings, fits)
-            if samples is not None:
-                seconds = [_step_s(machine, settings, samples, size) for size in fits]
-                rates = samples * machine.slots / np.array(seconds)
+            rates = _rates(machine, settings, fits, samples)
             fastest = int(np.argmax(rates))
             known[settings] = Optimum(
                 params=dict(lineage),
@@ -78,9 +75,14 @@ def optimum(machine: RandomMachine, *, samples: int | None = None) -> Optimum:
     return max(known.values(), key=lambda each: each.throughput)
 
 
-def _step_s(machine: RandomMachine, settings: Settings, samples: int, size: float) -> float:
-    accumulated = replace(settings, accumulation=samples // int(size))
-    return float(machine.step_s(accumulated, np.array([size]))[0])
+def _rates(
+    machine: RandomMachine, settings: Settings, sizes: NDArray[np.float64], samples: int | None
+) -> NDArray[np.float64]:
+    """Return samples per second of micro-batches, accumulated to ``samples`` if given; shape of ``sizes``."""
+    if samples is None:
+        return sizes * machine.slots / machine.step_s(settings, sizes)
+    steps = [replace(settings, accumulation=samples // int(size)) for size in sizes]
+    return samples * machine.slots / np.concatenate(list(map(machine.step_s, steps, sizes[:, None])))
 
 
 def _sizes(machine: RandomMachine) -> NDArray[np.float64]:

@@ -191,15 +191,17 @@ def row(name: str, results: Sequence[Result]) -> str:
         f"{distances[math.ceil(0.9 * len(distances)) - 1]:.1%}",  # that nine in ten do not exceed
         f"{distances[-1]:.1%}",
         statements_true([result.statements[-1:] for result in results]),
-        ", ".join(_share_within(limit, results) for limit in (0.01, 0.03)).strip(", "),
+        _at_user_batch(results),
     )
     return f"| {' | '.join(cells)} |"
 
 
-def _share_within(limit: float, results: Sequence[Result]) -> str:
-    """Return the share of answers at the user's global batch within a limit; empty without any."""
+def _at_user_batch(results: Sequence[Result]) -> str:
+    """Return the shares of answers at the user's global batch within 1 and 3 %; empty without any."""
     distances = [result.same_batch for result in results if result.same_batch is not None]
-    return f"{statistics.fmean(distance <= limit for distance in distances):.0%}" if distances else ""
+    if not distances:
+        return ""
+    return ", ".join(f"{statistics.fmean(each <= limit for each in distances):.0%}" for limit in (0.01, 0.03))
 
 
 def seeds_of(text: str) -> list[int]:

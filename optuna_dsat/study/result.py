@@ -31,7 +31,6 @@ from optuna_dsat.study.config_changes import (
     trainable_config,
 )
 from optuna_dsat.study.confirm.measured import Measured, lossy_in_words, lossy_of, rejected_in_words
-from optuna_dsat.study.confirm.rounds import Rounds
 from optuna_dsat.study.confirm.verdict import Verdict
 from optuna_dsat.study.confirm.words import full_memory_in_words, running_engines_in_words
 from optuna_dsat.study.end_reason import describe_structure_failures
@@ -306,7 +305,7 @@ def result_of(
         measurement=" ".join(
             (
                 measurement_in_words(trial, metrics=best.metrics, user=verdict.baseline),
-                running_engines_in_words(study.trials, Rounds.of(study.attributes)),
+                running_engines_in_words(study.trials, rounds),
             )
         ).strip(),
         advice="" if profiled is None else _advice(study, profiled, answers, launches, settings_written=writes_batch),

@@ -223,22 +223,24 @@ def full_memory_in_words(
     The next best of the ``measured`` trials that leaves more is named, for an answer at the user's global batch one at
     that batch. ``memory`` is of one GPU, in bytes. Memory of a CPU is limited by the host, not by a device.
     """
+    if not memory or spec.device != "cuda":
+        return ""
+    batches = {trial.number: attributes.train_batch_size(trial, slots=spec.slots_per_trial) for trial in measured}
+    shares = {trial.number: attributes.peak_bytes(trial) / memory for trial in measured}
     texts = []
-    for answer in answers if memory and spec.device == "cuda" else ():
-        if (share := attributes.peak_bytes(answer) / memory) <= _FULL:
+    for answer in answers:
+        if shares[answer.number] <= _FULL:
             continue
         text = (
-            f"Trial {answer.number} takes up to {share:.1%} of a GPU's memory: in a long training, fragmentation or a "
-            "longer sample may exceed it."
+            f"Trial {answer.number} takes up to {shares[answer.number]:.1%} of a GPU's memory: in a long training, "
+            "fragmentation or a longer sample may exceed it."
         )
-        batches = {trial.number: attributes.train_batch_size(trial, slots=spec.slots_per_trial) for trial in measured}
-        for other in measured:
-            ratio = speed_up(other.values[0], answer.values[0], maximize=spec.maximize)
-            is_alike = answer is answers[0] or batches[other.number] == batches[answer.number]
-            if ratio and is_alike and 0 < attributes.peak_bytes(other) <= _FULL * memory:
-                worse = f", {1 - ratio:.1%} slower," if ratio < 1 else ", as fast,"
-                text += f" Trial {other.number}{worse} leaves {1 - attributes.peak_bytes(other) / memory:.0%}."
-                break
+        alike = [trial for trial in measured if answer is answers[0] or batches[trial.number] == batches[answer.number]]
+        other = next((trial for trial in alike if 0 < shares[trial.number] <= _FULL), None)
+        ratio = other and speed_up(other.values[0], answer.values[0], maximize=spec.maximize)
+        if other and ratio:
+            worse = f"{1 - ratio:.1%} slower" if ratio < 1 else "as fast"
+            text += f" Trial {other.number}, {worse}, leaves {1 - shares[other.number]:.0%}."
         texts.append(text)
     return " ".join(texts)
 
