@@ -211,10 +211,11 @@ class RandomMachine:
         per_micro, per_step = self._communication(settings)
         exposed = np.maximum(per_micro - drawn.hidden * compute * settings.overlap, 0.1 * per_micro)
         micro = np.maximum(compute * drawn.straggler + exposed + drawn.host_s, drawn.load_s * sizes)
-        step = per_step + self._update(settings) + drawn.fixed_s
+        reduced = per_step if settings.stage < 2 else 0.0  # in the last backward pass, as DeepSpeed does
+        step = per_step - reduced + self._update(settings) + drawn.fixed_s
         factor = drawn.structure_times[structure_of(settings)] * self._knobs(settings)
         times = settings.accumulation * micro * factor
-        return times * 0.33, times * 0.62, np.asarray(step * factor) + 0 * sizes, times * 0.05
+        return times * 0.33, times * 0.62 + reduced * factor, np.asarray(step * factor) + 0 * sizes, times * 0.05
 
     def _excess(self, settings: Settings, sizes: Array) -> Array:
         full = self.device(settings, sizes) / self.device_bytes
