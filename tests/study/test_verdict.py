@@ -438,8 +438,7 @@ def test_rounds_go_on_for_the_answer_that_is_not_known_alone() -> None:
     at_user_batch = rounds_of({OWN: [10.0, 10.01, 9.99], 1: precise, 2: vague})
     assert staying(at_user_batch, trials, spec=spec(batch="both")) == [OWN, 2]
     assert not any(item.left for item in judged(trials, at_user_batch).contenders)
-    fourth = at_user_batch.with_launch(launch(OWN, 4, 10.0)).with_launch(launch(2, 4, 12.0))
-    verdict = judged(trials, fourth)
+    verdict = judged(trials, at_user_batch.with_launch(launch(OWN, 4, 10.0)).with_launch(launch(2, 4, 12.0)))
     assert (verdict.result.number, verdict.result.left, verdict.result.rounds) == (1, "", 3)
     assert (present(verdict.same_batch).number, present(verdict.same_batch).rounds) == (2, 4)
     for second, kept in (([12.0, 12.01, 11.99], [OWN, 1]), (vague, [OWN, 1, 2])):
@@ -462,7 +461,7 @@ def test_the_time_for_rounds_is_limited_after_three_or_as_given() -> None:
 
 
 def test_rounds_take_longer_where_only_their_small_number_leaves_a_large_gain_open() -> None:
-    """Launches that differ by an eighth: two standard errors ahead, and the user's own config was handed over."""
+    """Launches differ by an eighth: two standard errors ahead, and the user's own config was handed over."""
     noisy = rounds_of({OWN: [65.3, 50.3, 56.1], 1: [75.6, 87.2, 88.5]})
     assert judged(TRIALS[:2], noisy).kind is VerdictKind.NOT_CONFIRMED
     assert next_in_rounds(noisy, TRIALS, spec=spec(), allowed_s=16.0) is not None, "a quarter of 64 s"
@@ -476,8 +475,9 @@ def test_rounds_take_longer_where_only_their_small_number_leaves_a_large_gain_op
     at_user_batch = rounds_of({OWN: [65.3, 50.3, 56.1], 1: [1000.0, 1100.0, 1050.0], 2: [67.6, 72.2, 73.5]})
     assert present(judged(trials, at_user_batch).same_batch).number == OWN
     assert next_in_rounds(at_user_batch, trials, spec=spec(batch="both"), allowed_s=1.0) == (4, 2)
-    open_gain = rounds_of({OWN: [10.0, 9.0, 11.0], 1: [12.0, 8.9, 11.4]})
-    assert next_in_rounds(open_gain, TRIALS, spec=spec(), allowed_s=16.0) is None
+    for second, goes_on in ([12.0, 8.9, 11.4], True), ([11.6, 8.7, 11.0], False):
+        rounds = rounds_of({OWN: [10.0, 9.0, 11.0], 1: second})  # faster by one standard error, or less
+        assert (next_in_rounds(rounds, TRIALS, spec=spec(), allowed_s=16.0) is not None) is goes_on
 
 
 def test_what_rounds_refuted_is_no_finalist_again_and_says_why_it_left() -> None:

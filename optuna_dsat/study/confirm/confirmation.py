@@ -56,8 +56,8 @@ the best is faster than the user's config.
 """
 _ROUNDS_TO_TELL = 2 * MIN_ROUNDS
 """Number of rounds that is no longer small: the factor on the standard error is then 2.6, after 3 rounds 4.3."""
-_NEARLY_SURE = 2.0
-"""Standard errors by which a config must be faster to be nearly certain."""
+_LIKELY = 1.0
+"""Standard errors by which a config must be faster in the rounds so far for more of them."""
 _MOST_ROUNDS = 100
 _STEP_TOLERANCE = 0.005
 """A finalist ends once the relative error of its step time is below this."""
@@ -303,7 +303,7 @@ def next_in_rounds(
     """Return the round and the trial of the next launch; None if no launch is needed.
 
     ``allowed_s`` limits the device seconds of rounds beyond the first few, without ``--confirm-time`` and unless the
-    best is nearly known to be faster than the user's config. ``noise`` is the relative standard deviation between
+    best is probably faster than the user's config. ``noise`` is the relative standard deviation between
     launches of the search; None if its method does not know.
     """
     if not rounds.chosen or (spec.confirm_time is not None and rounds.spent_s >= spec.confirm_time):
@@ -368,7 +368,7 @@ def _is_enough(
     if fewest < MIN_ROUNDS:
         return _is_known_by_two(verdict, noise) and is_known(verdict, rounds, spec=spec)
     late = spec.confirm_time is None and rounds.spent_s >= allowed_s
-    if late and _is_nearly_sure(verdict, rounds, spec=spec):
+    if late and _is_likely(verdict, rounds, spec=spec):
         late = rounds.last >= _ROUNDS_TO_TELL and rounds.spent_s >= allowed_s / SEARCH_SHARE
     return late or is_known(verdict, rounds, spec=spec)
 
@@ -383,22 +383,22 @@ def _is_known_by_two(verdict: Verdict | None, noise: float | None) -> bool:
     return 1.96 * noise <= precision_of(verdict.result.speed_up.value)
 
 
-def _is_nearly_sure(verdict: Verdict | None, rounds: Rounds, *, spec: StudySpec) -> bool:
-    """Whether a config that is not selected is faster by two standard errors: a few more rounds can confirm it."""
+def _is_likely(verdict: Verdict | None, rounds: Rounds, *, spec: StudySpec) -> bool:
+    """Whether a config that is not selected is probably faster than the user's: more rounds may confirm it."""
     if verdict is None or verdict.baseline is None or verdict.noise is None:
         return False
     left = [verdict.best] if verdict.kind is VerdictKind.NOT_CONFIRMED else []
     if spec.batch == "both" and verdict.same_batch is not None and verdict.same_batch.is_user_config:
         left += [] if verdict.at_user_batch is None else [verdict.at_user_batch]
-    return any(_is_nearly_faster(item, verdict.baseline.number, verdict.noise, rounds) for item in left)
+    return any(_is_likely_faster(item, verdict.baseline.number, verdict.noise, rounds) for item in left)
 
 
-def _is_nearly_faster(measured: Measured, baseline: int, noise: Noise, rounds: Rounds) -> bool:
+def _is_likely_faster(measured: Measured, baseline: int, noise: Noise, rounds: Rounds) -> bool:
     ratio = measured.speed_up
     if ratio is None or not ratio.rounds:
         return False
     data_sd = rounds.data_error(measured.number, baseline) / Z_975
-    return math.log(ratio.value) > _NEARLY_SURE * math.hypot(noise.relative_sd * math.sqrt(2 / ratio.rounds), data_sd)
+    return math.log(ratio.value) > _LIKELY * math.hypot(noise.relative_sd * math.sqrt(2 / ratio.rounds), data_sd)
 
 
 def is_known(verdict: Verdict | None, rounds: Rounds, *, spec: StudySpec) -> bool:
