@@ -93,7 +93,9 @@ bandwidth of the optimizer.
 """
 
 ERROR = 0.03
-"""Relative standard deviation of the model's error per phase, including noise."""
+"""Relative standard deviation of the model's error of a step, including noise."""
+_PHASE_ERROR = 2.0
+"""Error of a phase, relative to the error of a step."""
 _UNSEEN_ERROR = 0.5
 """Standard deviation of the logarithm of predicted over actual step time, with exact coefficients, of a configuration
 that was not launched: with it 90% intervals contain 76 of the 84 published rates that are not set aside
@@ -372,7 +374,7 @@ class StepTimeModel:
 
         Levenberg-Marquardt iterations on the logarithms, from the prior's medians.
 
-        ``error`` is the relative standard deviation of the model's error per phase, including noise.
+        ``error`` is the relative standard deviation of the model's error of a step, including noise.
         """
         prior = self.prior_coefficients()
         start, weight = prior.mean, np.linalg.inv(prior.covariance)
@@ -395,17 +397,22 @@ class StepTimeModel:
         return LogCoefficients(mean=logs, covariance=np.linalg.inv(jacobian.T @ jacobian + weight))
 
     def _residuals(self, logs: Numbers, timings: Timings, error: float) -> tuple[Numbers, Numbers]:
-        """Return the residuals in standard deviations, and their Jacobian in the logarithms of the coefficients."""
+        """Return the residuals in standard deviations, and their Jacobian in the logarithms of the coefficients.
+
+        There is one for each whole step, and one for each known phase, of twice the error: a phase that the formula
+        does not describe must not outweigh the speed. They are differences of logarithms: relative to the measured
+        seconds, a prediction that is far too short is off by at most 1, and the fit would prefer it to one that is
+        twice too long.
+        """
         step = 1e-4
         variants = np.concatenate([logs[:, None], logs[:, None] + step * np.eye(len(logs))], axis=1)[:, :, None]
         result = self.phases(variants, timings.columns, timings.micro_batch, timings.accumulation, timings.fill)
         known = ~np.isnan(timings.phases)
         phases = np.where(known, timings.phases, 0.0)[:, None, :]
-        residuals = (result - phases) / (error * phases + _FLOOR * timings.latency)
-        by_phase = np.moveaxis(residuals, 0, 1)[:, known]
-        whole = ~known.all(axis=0)
-        total = ((result.sum(axis=0) - timings.latency) / (error * timings.latency))[:, whole]
-        values = np.concatenate([by_phase, total], axis=1)
+        floor = _FLOOR / error * timings.latency
+        by_phase = np.moveaxis(np.log((result + floor) / (phases + floor)), 0, 1)[:, known] / _PHASE_ERROR
+        whole = np.log(result.sum(axis=0) / timings.latency)
+        values = np.concatenate([by_phase, whole], axis=1) / error
         values = np.clip(values, -1e6, 1e6)
         return values[0], ((values[1:] - values[0]) / step).T
 

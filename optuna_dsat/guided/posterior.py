@@ -47,7 +47,7 @@ _NON_DEFAULT_PENALTY = 5e-4
 _LARGER_PENALTY = 2e-4
 """Log objective subtracted per doubling of the micro-batch, so that ties are won by the smaller micro-batch."""
 DOUBTED_FORMULA = 0.12
-"""Relative error of the step-time formula, per phase, assumed during a search.
+"""Relative error of the step-time formula assumed during a search.
 
 It is larger than the formula's error where the formula holds, because a close fit to the measurements would otherwise
 be overconfident about other structures on machines where the formula does not hold.
@@ -90,7 +90,7 @@ _FINE = tuple(2 ** (sixth / 6) for sixth in range(-6, 7))
 
 
 class Posterior:
-    """Posterior given a snapshot of a study's trials; ``formula_error`` is relative, per phase.
+    """Posterior given a snapshot of a study's trials; ``formula_error`` is relative.
 
     ``samples_limit`` is the largest number per rank and step that the dataset allows; None if unknown.
     """

@@ -82,6 +82,15 @@ def test_coefficients_are_fitted_to_whole_steps_without_phases() -> None:
     assert THEORY.phases(fitted.mean, *asked).sum() == pytest.approx(THEORY.phases(other, *asked).sum(), rel=0.05)
 
 
+def test_time_in_phases_where_the_formula_has_none_does_not_make_the_predicted_steps_too_short() -> None:
+    known = timings([1, 4, 16, 64], PRIOR + np.linspace(-1, 1, len(PRIOR)))
+    fitted = THEORY.fit(replace(known, phases=known.phases[[2, 0, 3, 1]]), error=0.12)
+    result = THEORY.phases(fitted.mean, known.columns, known.micro_batch, known.accumulation, known.fill).sum(axis=0)
+    too_long = np.log(result / known.latency)
+    assert abs(too_long.mean()) < 0.1
+    assert np.abs(too_long).max() < 0.5
+
+
 def test_what_a_setting_changes_is_the_phase_where_deepspeed_uses_it() -> None:
     plain = phases()
     assert phases(offload=1)[2] > 5 * plain[2]

@@ -36,7 +36,7 @@ BASELINE = {**small_space().completed({"zero_stage": 2}), MICRO_BATCH: 1}
 
 def study_of(kit: SimpleNamespace, method: str, planner: GuidedPlanner | None = None) -> optuna.Study:
     sampler, pruner = METHODS[method]
-    study: optuna.Study = kit.create(sampler(planner=planner or small_planner(), seed=1), pruner())
+    study: optuna.Study = kit.create(sampler(planner=planner or small_planner(), seed=2), pruner())
     study.enqueue_trial(BASELINE)
     return study
 
@@ -44,7 +44,7 @@ def study_of(kit: SimpleNamespace, method: str, planner: GuidedPlanner | None = 
 @cache
 def searched(method: str) -> optuna.Study:
     sampler, pruner = METHODS[method]
-    study = optuna.create_study(direction="maximize", sampler=sampler(planner=small_planner(), seed=1), pruner=pruner())
+    study = optuna.create_study(direction="maximize", sampler=sampler(planner=small_planner(), seed=2), pruner=pruner())
     study.enqueue_trial(BASELINE)
     Machine().run(study, 18)
     return study
@@ -65,7 +65,7 @@ def test_a_resumed_search_goes_on_as_if_never_stopped(kit: SimpleNamespace, meth
     machine = Machine()
     for _ in range(6):
         storage = f"sqlite:///{tmp_path}/study.db"
-        study = kit.create(sampler(planner=small_planner(), seed=1), pruner(), storage=storage)
+        study = kit.create(sampler(planner=small_planner(), seed=2), pruner(), storage=storage)
         if not study.trials:
             study.enqueue_trial(BASELINE)
         machine.run(study, 1)
