@@ -12,13 +12,25 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from optuna_dsat.config.autotuning_section import Autotuning, parse_autotuning, positive_int
-from optuna_dsat.config.conditions import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM
+from optuna_dsat.config.conditions import BF16, BF16_MASTER, BF16_STATES, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM
 from optuna_dsat.config.documents import as_written, checked, read_document, read_hjson
-from optuna_dsat.config.ds_config import ALL, AUTO, GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, ZERO
+from optuna_dsat.config.ds_config import (
+    ALL,
+    AUTO,
+    GRADIENT_ACCUMULATION,
+    MICRO_BATCH,
+    OLD_OFFLOADS,
+    OLD_PINNING,
+    TRAIN_BATCH,
+    ZERO,
+    ZERO_ALIASES,
+)
+from optuna_dsat.config.knobs import KNOBS
 from optuna_dsat.errors import ConfigError
 
 _SECTIONS = (
@@ -231,30 +243,48 @@ _ALIKE_IF_WRONG = 0.8
 
 QUOTED_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 """Matches a string that is probably meant as a number."""
-_OF_BUILT = {"optimizer": ("type", "params"), "scheduler": ("type", "params")}
-"""Section -> its keys, if DeepSpeed ignores other keys of the section."""
 _OF_SECTIONS = {
-    "fp16": ("enabled", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"),
-    "bf16": ("enabled",),
-    f"{ZERO}.{OFFLOAD_OPTIMIZER}": ("device", "nvme_path", "pin_memory", "buffer_count", "ratio"),
-    f"{ZERO}.{OFFLOAD_PARAM}": ("device", "nvme_path", "pin_memory", "buffer_count", "buffer_size"),
-    ZERO: ("stage", OFFLOAD_OPTIMIZER, OFFLOAD_PARAM),
-}
-"""Section -> frequent keys."""
+    "optimizer": ("type", "params"),
+    "scheduler": ("type", "params"),
+    "fp16": (
+        "enabled", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale",
+        "auto_cast", "consecutive_hysteresis", "fp16_master_weights_and_grads",
+    ),
+    BF16: ("enabled", BF16_MASTER, BF16_STATES, "check_grad_overflow", "immediate_grad_update"),
+    f"{ZERO}.{OFFLOAD_OPTIMIZER}": (
+        "device", "nvme_path", "pin_memory", "buffer_count", "ratio",
+        "cpuadam_cores_perc", "fast_init", "pipeline_read", "pipeline_write", "super_offload",
+    ),
+    f"{ZERO}.{OFFLOAD_PARAM}": ("device", "nvme_path", "pin_memory", "buffer_count", "buffer_size", "max_in_cpu"),
+    ZERO: (
+        *(knob.path[1] for knob in KNOBS if knob.is_of_zero), *OLD_OFFLOADS, OLD_PINNING, *ZERO_ALIASES,
+        *ZERO_ALIASES.values(), "allgather_sequential", "compute_grad_norm", "elastic_checkpoint",
+        "enable_sanity_checks", "gather_16bit_weights_on_model_save", "ignore_unused_parameters", "legacy_stage1",
+        "load_from_fp32_weights", "log_trace_cache_warnings", "memory_efficient_linear", "module_granularity_threshold",
+        "override_module_apply", "parameter_alignment", "pipeline_loading_checkpoint",
+        "save_muon_momentum_buffer_in_memory", "stage3_allgather_sequential",
+        "stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save",
+        "stage3_module_granularity_threshold", "stage3_use_all_reduce_for_fetch_params",
+        "use_all_reduce_for_fetch_params",
+    ),
+}  # fmt: skip
+"""Section -> its keys in DeepSpeed 0.14.5 to 0.19.8."""
 
 
 def misspelt_keys(keys: Iterable[str]) -> dict[str, str]:
-    """Return misspelt key, of the config or of the optimizer or scheduler section -> the key that it resembles."""
+    """Return misspelt key, of the config or of a section -> the key that it resembles."""
     result = {}
     for dotted in keys:
-        section, _, rest = dotted.partition(".")
-        inner = rest.partition(".")[0]
-        for prefix, key, known in (("", section, _KEYS), (f"{section}.", inner, _OF_BUILT.get(section, ()))):
+        names = dotted.split(".")
+        for depth, key in enumerate(names):
+            section = ".".join(names[:depth])
+            known = _OF_SECTIONS.get(section, ()) if section else _KEYS
             if key in known:
                 continue
             longer = (name for name in known if "_" in key and name.startswith(key))  # such as gradient_clip
-            near = near_key(key, known, alike=_ALIKE if not prefix else _ALIKE_IF_WRONG) or next(longer, "")
+            near = near_key(key, known, alike=_ALIKE_IF_WRONG if section else _ALIKE) or next(longer, "")
             if near:
+                prefix = f"{section}." if section else ""
                 result[prefix + key] = prefix + near
     return result
 
@@ -268,16 +298,16 @@ def misspelt_in_words(keys: Collection[str]) -> list[str]:
     """Return a sentence for each of ``misspelt_keys``, and one on other top-level keys that DeepSpeed ignores."""
     sections = dict.fromkeys(key.partition(".")[0] for key in keys)
     result = misspelt_keys(keys)
-    lines = [f"DeepSpeed ignores the key {key!r} of the config; {result[key]!r} is probably meant." for key in result]
+    lines = [f"DeepSpeed has no key {key!r}; {result[key]!r} is probably meant." for key in result]
     if unread := [key for key in sections if key not in (*READ_KEYS, *result) and key[:1].isalpha()]:
         lines.append(f"DeepSpeed ignores {', '.join(unread)} in the config: without effect unless the script reads it.")
     return lines
 
 
-def correction(key: str, known: Iterable[str]) -> str:
+def correction(key: str) -> str:
     """Return the remedy for a key that is invalid in its section: remove it, or use the known key it resembles."""
     section, _, name = key.rpartition(".")
-    near = near_key(name, (*known, *_OF_SECTIONS.get(section, ())))
+    near = near_key(name, _OF_SECTIONS.get(section) or chain.from_iterable(_OF_SECTIONS.values()))
     corrected = f"{section}.{near}" if section else near
     return f"Remove {key}, or write {corrected}" if near else f"Remove {key}"
 

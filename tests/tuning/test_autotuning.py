@@ -77,7 +77,7 @@ def test_misspelt_keys_and_types_of_the_config_are_named(bench: EntryPointBench)
     (bench.folder / "ds.json").write_text(json.dumps({**DS_CONFIG, **misspelt}))
     given = Given(options=RandomOptions(script="train.py", ds_config="ds.json", cpu_ranks=2), origins={})
     assert prepare("random", given).notes[:2] == [
-        "DeepSpeed ignores the key 'zero_optimisation' of the config; 'zero_optimization' is probably meant.",
+        "DeepSpeed has no key 'zero_optimisation'; 'zero_optimization' is probably meant.",
         "DeepSpeed has no scheduler 'WarmpLR'; 'WarmupLR' is probably meant.",
     ]
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from optuna_dsat.config import ds_config
-from optuna_dsat.config.knobs import KNOBS
 from optuna_dsat.config.user_file import correction
 from optuna_dsat.launch.classify import MISMATCH, NO_ENGINE
 from optuna_dsat.launch.measurement import LaunchRecord
@@ -78,8 +77,7 @@ def _of_values(message: str, config: Mapping[str, Any]) -> str:
     if quoted := [result for result in _QUOTED_NUMBER.finditer(message) if result[2] != "'auto'"]:
         return f". Write {', '.join(result[1] for result in quoted)} as a number or true or false, without quotes"
     if unknown := _UNKNOWN_KEY.findall(message):
-        names = (*(knob.name for knob in KNOBS), *ds_config.OLD_OFFLOADS, ds_config.OLD_PINNING)
-        return f". {'. '.join(correction(key, names) for key in unknown)}"
+        return f". {'. '.join(map(correction, unknown))}"
     if match := _UNEXPECTED.search(message):
         keys = [key for key in config if key in (f"optimizer.params.{match[1]}", f"scheduler.params.{match[1]}")]
         return f". Remove {keys[0]} from the config: what DeepSpeed builds for it does not take it" if keys else ""
