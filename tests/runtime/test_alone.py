@@ -107,6 +107,17 @@ def test_a_script_that_starts_a_launcher_is_told_to_tune_its_command(start: Star
     assert failure.message.endswith("deepspeed --num_gpus 2 other.py`")
 
 
+@pytest.mark.parametrize(("text", "refused"), [("import torch", False), ("import DeepSpeed", True)])
+def test_a_launcher_of_a_script_without_deepspeed_is_started(start: Starter, text: str, refused: bool) -> None:
+    launcher, prepares = start.folder / "torchrun", start.folder / "prepare.py"
+    launcher.write_text("#!/bin/sh\necho starts $3\n", encoding="utf-8")
+    launcher.chmod(0o755)
+    prepares.write_text(text, encoding="utf-8")
+    launch = start.alone(script(start, f"import os\nos.system('{launcher} -n 2 {prepares}')\n"))
+    assert launch.log("stdout") == ("" if refused else f"starts {prepares}\n")
+    assert len(launch.of(RankFailed)) == refused
+
+
 def test_a_missing_script_is_a_failure_of_the_script(start: Starter) -> None:
     launch = start.alone("nowhere.py")
     assert launch.exit_code == 1

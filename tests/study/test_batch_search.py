@@ -320,6 +320,19 @@ def test_a_data_loader_of_which_a_single_pack_is_used_is_not_followed(packs: boo
     assert (rule.kind, rule.own) == expected
 
 
+@pytest.mark.parametrize("constant", [2, 3])
+def test_a_constant_batch_size_is_not_taken_for_one_that_follows_the_config(constant: int) -> None:
+    class Fed(Record):
+        batch_sources: Any = BatchSourcesFound(rank=0, time=1.0, options={})
+        outcome = Outcome.MEASURED
+
+    record: Any = Fed(constant)
+    launch: Any = lambda _: (record, record)  # noqa: E731 - whatever is asked
+    rule = batch_search.find_batch_rule(spec_with(), launch, record, overlay=batch_overlay(1), present=constant)
+    assert rule is not None
+    assert (rule.kind, rule.own) == ("held", constant)
+
+
 @pytest.mark.parametrize("own", [1, 4])
 @pytest.mark.parametrize(
     ("fed", "room", "expected", "launches"),

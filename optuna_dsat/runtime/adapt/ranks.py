@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from optuna_dsat.runtime.adapt.config import is_same_file
+from optuna_dsat.runtime.files import read_regular
 from optuna_dsat.runtime.imports import ImportWatch, patch
 from optuna_dsat.runtime.rank import CORES_ENV, LAUNCH_ENV, Rank
 from optuna_dsat.runtime.user_code import LAUNCH_LINE, declares_option, parsed_source
@@ -375,14 +376,16 @@ def _instead_of_training(fn: Any, refuse: Callable[..., NoReturn]) -> None:
 def measure_restarts(script: str) -> None:
     """Make ``os.exec*`` and ``subprocess`` of Python with this rank's script, or module, start the rank again.
 
-    A launcher that the script starts before it joins the ranks would train unmeasured: that is refused.
+    A launcher that the script starts before it joins the ranks would train unmeasured: that is refused, unless it is
+    torchrun with a script that does not name DeepSpeed, which prepares something.
     """
 
     def refuse_launch(args: Any) -> None:
         words = [args] if isinstance(args, (str, bytes, os.PathLike)) else args
         line = " ".join(os.fsdecode(word) for word in words)
         distributed = sys.modules.get("torch.distributed")
-        if LAUNCH_LINE.search(line) and not (distributed and distributed.is_initialized()):
+        has_joined = distributed and distributed.is_initialized()
+        if LAUNCH_LINE.search(line) and not (has_joined or _trains_nothing(line)):
             raise ValueError(f"the script launches its training itself: tune that command instead, `{line}`")
 
     def restarted(argv: Any, env: Mapping[Any, Any] | None, **added: str) -> tuple[Any, Mapping[Any, Any] | None]:
@@ -413,6 +416,17 @@ def measure_restarts(script: str) -> None:
         refuse_launch(args)
         args, env = restarted(args, options.get("env"), **{RESTARTED_ENV: "1"})
         original(self, args, *rest, **({**options, "env": env} if env is not None else options))
+
+
+def _trains_nothing(line: str) -> bool:
+    """Return whether neither the command of a launcher nor the script in it names DeepSpeed or accelerate."""
+    try:
+        scripts = [read_regular(word) for word in line.split() if word.endswith(".py")]
+    except OSError:
+        return False
+    return bool(scripts) and not re.search(
+        rb"deepspeed|accelerate", b"\n".join((line.encode(), *scripts)), re.IGNORECASE
+    )
 
 
 def _place_of_script(command: Sequence[str], script: str) -> int | None:

@@ -118,7 +118,7 @@ def find_batch_rule(
                 break
         if proven or (proven is None and coincides):
             return None if coincides and guess.kind == "config" else guess
-        if guess.kind == "config" and fed.get(2 * configured) == 2 * configured:
+        if guess.kind == "config" and fed.get(2 * configured) == 2 * configured != observed:
             return replace(guess, rows=(1, 1))  # samples in the second dimension, known from a size of 2 on
     if coincides and len(fed) == 1:
         return None
