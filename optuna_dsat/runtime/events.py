@@ -287,8 +287,8 @@ class RankFinished(Event, kind="rank_finished"):
     """The rank ended without an exception."""
 
     reason: str
-    """``profile_done`` (the last profile step completed), ``STEPS_SKIPPED``, ``script_end`` or ``exit_code_N``
-    (``sys.exit(N)``)."""
+    """``profile_done`` (the last profile step completed), ``STEPS_SKIPPED``, ``out_of_memory`` (the script caught it as
+    often), ``script_end`` or ``exit_code_N`` (``sys.exit(N)``)."""
     steps: int
     """Global steps completed, without steps that the loss scaler skipped."""
     skipped: int = 0

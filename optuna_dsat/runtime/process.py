@@ -290,7 +290,7 @@ class _RankProcess:
                     )
                 )
             measured = self._state.steps >= self._plan.end_profile_step
-            self._finish("profile_done" if measured else STEPS_SKIPPED)
+            self._finish("profile_done" if measured else STEPS_SKIPPED if self._state.skipped else "out_of_memory")
             if measured and self._plan.continues and (order := await_order(self._plan.root)) is not None:
                 os.environ[LAUNCH_ENV] = str(order)
                 self._take_on(LaunchPlan.load(order))

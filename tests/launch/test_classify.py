@@ -327,8 +327,9 @@ def test_a_smaller_batch_is_a_bound_whether_or_not_it_is_the_end_of_the_data() -
     assert "--arg-mapping" in message
 
 
-def test_caught_errors_of_the_allocator_are_out_of_memory() -> None:
-    caught = replace(finished(1, "script_end", 0), allocation_failures=40)
+@pytest.mark.parametrize("reason", ["script_end", "out_of_memory"])
+def test_caught_errors_of_the_allocator_are_out_of_memory(reason: str) -> None:
+    caught = replace(finished(1, reason, 0), allocation_failures=40)
     verdict = classify(facts(finished(0, "script_end", 0), caught))
     assert (verdict.outcome, verdict.rank) == (Outcome.OUT_OF_MEMORY, 1)
     assert "out of memory 40 times: the script caught the error" in verdict.message

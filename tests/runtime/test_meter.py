@@ -379,6 +379,19 @@ class ScalingEngine(Engine):
         super().step()
 
 
+@pytest.mark.parametrize(("steps", "ends"), [(0, True), (1, False)])
+def test_a_script_that_skips_each_batch_that_runs_out_of_memory_is_ended(steps: int, ends: bool) -> None:
+    bench = MeterBench(Engine)
+    for _ in range(steps):
+        bench.micro_step()
+    bench.state.allocation_failures = MOST_SKIPPED_STEPS - 1
+    bench.engine(torch.ones(4, 2))
+    assert bench.left == 0
+    bench.state.host_allocation_failures = 1
+    bench.engine(torch.ones(4, 2))
+    assert bench.left == ends
+
+
 def test_a_skipped_step_is_recorded_and_another_is_run_for_it() -> None:
     bench = MeterBench(lambda clock: ScalingEngine(clock, "x.x", accumulation=2))
     for _ in range(8):

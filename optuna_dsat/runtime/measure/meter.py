@@ -75,8 +75,9 @@ class RankState:
     """Places in the user's code that led to the first input, innermost first."""
 
     def has_measured(self, last_step: int) -> bool:
-        """Return whether a launch up to ``last_step`` ends here."""
-        return self.steps >= last_step or self.skipped >= MOST_SKIPPED_STEPS
+        """Return whether a launch up to ``last_step`` ends here, perhaps as the script skips each batch that fails."""
+        lost = 0 if self.steps else self.allocation_failures + self.host_allocation_failures
+        return self.steps >= last_step or max(self.skipped, lost) >= MOST_SKIPPED_STEPS
 
     def restart(self) -> None:
         """Forget what is counted per trial."""
