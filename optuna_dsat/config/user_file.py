@@ -331,14 +331,14 @@ _TYPES = {
 def misspelt_types(config: Mapping[str, Any]) -> list[str]:
     """Return a sentence for each type of the config that DeepSpeed refuses, if it resembles a known type.
 
-    Others may be classes that the script adds to ``torch.optim``. Case is not compared: DeepSpeed lowers it for its own
-    optimizers.
+    Others may be classes that the script adds to ``torch.optim``. DeepSpeed ignores the case of its optimizers only.
     """
     values = {section: (config.get(section) or {}).get("type") for section in _TYPES}
     return [
         f"DeepSpeed has no {section} {value!r}; {near!r} is probably meant."
         for section, value in values.items()
-        if isinstance(value, str) and (near := _near_type(section, value)) and near.lower() != value.lower()
+        if isinstance(value, str) and (near := _near_type(section, value)) not in ("", value)
+        if section == "scheduler" or near.lower() != value.lower()
     ]
 
 

@@ -189,6 +189,10 @@ def test_misspelt_keys_in_words_name_the_key_as_it_is_written() -> None:
             {"scheduler": {"type": "WarmupCosLR"}},
             ["DeepSpeed has no scheduler 'WarmupCosLR'; 'WarmupCosineLR' is probably meant."],
         ),
+        (
+            {"scheduler": {"type": "WarmupDecayLr"}},
+            ["DeepSpeed has no scheduler 'WarmupDecayLr'; 'WarmupDecayLR' is probably meant."],
+        ),
         ({"optimizer": {"type": "adamW"}, "scheduler": {"type": "OneCycleLR"}}, []),
         ({"optimizer": {"type": "AdEMAMix"}, "scheduler": {"type": "auto"}}, []),
         ({"optimizer": None, "scheduler": {}}, []),
