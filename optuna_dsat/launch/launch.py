@@ -262,6 +262,7 @@ class Launch:
         folder, leavings = self.directory.root.parent, self.directory.leavings
         directory = write_run_directory(request, folder, leavings=leavings, changes=changes)
         directory.copy_command(self.directory)
+        self.shorten_logs()
         return Launch(
             request=request,
             directory=directory,
@@ -280,7 +281,7 @@ class Launch:
         return 0.0 if self._left_at is None else now - self._left_at
 
     def shorten_logs(self) -> None:
-        """Shorten logs that are too long; call it once all processes are gone."""
+        """Shorten logs that are too long; call it once all processes are gone, or wait for an order."""
         self._log_limit.close()
 
     def facts(self) -> LaunchFacts:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from optuna_dsat.errors import ScriptFailedError
-from optuna_dsat.launch.event_log import EventLog
+from optuna_dsat.launch.event_log import END_BYTES, START_BYTES, EventLog
 from optuna_dsat.launch.launcher import TorchrunLauncher, _changes_for, local_launcher
 from optuna_dsat.launch.machine.devices import cpu_devices
 from optuna_dsat.launch.protocol import LaunchReport, LaunchRequest
@@ -140,8 +140,11 @@ def test_accumulation_follows_where_the_engine_counts_and_ranks_leave_when_nothi
     run: Run, launcher: TorchrunLauncher
 ) -> None:
     first, _ = run("first")
+    log = launcher.run_directory(first.launch_id).stdout(0)
+    os.truncate(log, 2 * (START_BYTES + END_BYTES))
     report, steps = run("second", config={"gradient_accumulation_steps": 3})
     assert report.root == first.launch_id
+    assert log.stat().st_size < START_BYTES + END_BYTES + 1000
     assert {step.samples for step in steps} == {12}
     updates_until(launcher, lambda _: not launcher._parked)
     assert_gone(first.pids)
