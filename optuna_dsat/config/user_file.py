@@ -19,17 +19,7 @@ from typing import Any
 from optuna_dsat.config.autotuning_section import Autotuning, parse_autotuning, positive_int
 from optuna_dsat.config.conditions import BF16, BF16_MASTER, BF16_STATES, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM
 from optuna_dsat.config.documents import as_written, checked, read_document, read_hjson
-from optuna_dsat.config.ds_config import (
-    ALL,
-    AUTO,
-    GRADIENT_ACCUMULATION,
-    MICRO_BATCH,
-    OLD_OFFLOADS,
-    OLD_PINNING,
-    TRAIN_BATCH,
-    ZERO,
-    ZERO_ALIASES,
-)
+from optuna_dsat.config.ds_config import ALL, AUTO, GRADIENT_ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, ZERO
 from optuna_dsat.config.knobs import KNOBS
 from optuna_dsat.errors import ConfigError
 
@@ -243,6 +233,12 @@ _ALIKE_IF_WRONG = 0.8
 
 QUOTED_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 """Matches a string that is probably meant as a number."""
+_OF_STAGE_3 = (
+    *("allgather_sequential", "gather_16bit_weights_on_model_save", "max_live_parameters", "max_reuse_distance"),
+    *("model_persistence_threshold", "module_granularity_threshold", "param_persistence_threshold"),
+    *("prefetch_bucket_size", "use_all_reduce_for_fetch_params"),
+)
+"""Keys of ``zero_optimization`` that DeepSpeed reads with and without ``stage3_`` before them."""
 _OF_SECTIONS = {
     "optimizer": ("type", "params"),
     "scheduler": ("type", "params"),
@@ -257,15 +253,13 @@ _OF_SECTIONS = {
     ),
     f"{ZERO}.{OFFLOAD_PARAM}": ("device", "nvme_path", "pin_memory", "buffer_count", "buffer_size", "max_in_cpu"),
     ZERO: (
-        *(knob.path[1] for knob in KNOBS if knob.is_of_zero), *OLD_OFFLOADS, OLD_PINNING, *ZERO_ALIASES,
-        *ZERO_ALIASES.values(), "allgather_sequential", "compute_grad_norm", "elastic_checkpoint",
-        "enable_sanity_checks", "gather_16bit_weights_on_model_save", "ignore_unused_parameters", "legacy_stage1",
-        "load_from_fp32_weights", "log_trace_cache_warnings", "memory_efficient_linear", "module_granularity_threshold",
-        "override_module_apply", "parameter_alignment", "pipeline_loading_checkpoint",
-        "save_muon_momentum_buffer_in_memory", "stage3_allgather_sequential",
-        "stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save",
-        "stage3_module_granularity_threshold", "stage3_use_all_reduce_for_fetch_params",
-        "use_all_reduce_for_fetch_params",
+        *(knob.path[1] for knob in KNOBS if knob.is_of_zero),
+        *(before + name for name in _OF_STAGE_3 for before in ("", "stage3_")),
+        "compute_grad_norm", "cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory", "elastic_checkpoint",
+        "enable_sanity_checks", "ignore_unused_parameters", "legacy_stage1", "load_from_fp32_weights",
+        "log_trace_cache_warnings", "memory_efficient_linear", "override_module_apply", "parameter_alignment",
+        "pipeline_loading_checkpoint", "save_muon_momentum_buffer_in_memory",
+        "stage3_gather_fp16_weights_on_model_save",
     ),
 }  # fmt: skip
 """Section -> its keys in DeepSpeed 0.14.5 to 0.19.8."""
