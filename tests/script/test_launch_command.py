@@ -123,6 +123,19 @@ def test_a_console_script_that_launches_by_itself_comes_to_what_it_launches(fold
     assert "ACCELERATE_CONFIG_DS_FIELDS" not in result.environment, "a trial has a config file in place of the fields"
 
 
+def test_a_console_script_that_starts_ranks_by_pythons_command_is_their_launcher(folder: Path, tool: Path) -> None:
+    """Composer's launcher ran in each rank, which trained outside the measurement."""
+    (folder / "train.py").write_text("open('begun', 'w')\n")
+    tool.write_text(
+        "import os, subprocess, sys\n\n\ndef main():\n    for rank in range(2):\n        cmd = []\n"
+        "        cmd.append(sys.executable)\n        environ = dict(os.environ, RANK=str(rank), WORLD_SIZE='2')\n"
+        "        running = subprocess.Popen([*cmd, *sys.argv[3:]], env=environ)\n    running.wait()\n"
+    )
+    expected = LaunchCommand(script="train.py", args=("--lr", "3"), ranks=2, is_wrapped=True)
+    assert read(folder, "./tool-cli -n 2 train.py --lr 3") == expected
+    assert not (folder / "begun").exists()
+
+
 def test_axolotl_launches_by_its_options(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The module that trains was given the options for the launcher, and a rank for each GPU."""
     stand_in_for_torch(folder, monkeypatch)

@@ -224,8 +224,7 @@ def starts_launcher(file: Path, *, cwd: Path) -> bool:
         return True
     called = {called_name(node) for node in nodes if isinstance(node, ast.Call)}
     if called & {*_STARTERS, "fork"} and numbers_ranks(nodes):
-        lists = [node for node in nodes if isinstance(node, ast.List) and node.elts]
-        return "fork" in called or any("sys.executable" in ast.unparse(node.elts[0]) for node in lists)
+        return "fork" in called or "executable" in (getattr(node, "attr", "") for node in nodes)
     if "initialize" in called:
         commands = [node for node in nodes if isinstance(node, ast.Call | ast.Assign)]
         restarts = [node for node in commands if re.search(r"\b(__file__|sys\.argv)\b", ast.unparse(node))]

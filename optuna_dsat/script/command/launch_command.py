@@ -308,13 +308,17 @@ def _console_script(
 
 
 def _launches(module: str, python: str) -> bool:
-    """Whether the sources of a console script's package mention a launcher."""
+    """Whether the sources of a console script's package mention a launcher, or start ranks by Python's command."""
     top, *rest = module.split(".")
     files: list[Path] = []
     for installed in package_folders(top, python):
         path = installed.joinpath(top, *rest)
         files += path.rglob("*.py") if path.is_dir() else path.parent.glob("*.py")
-    return any(sign in file.read_text(encoding="utf-8", errors="replace") for file in files for sign in _SIGNS)
+    return any(
+        any(sign in file.read_text(encoding="utf-8", errors="replace") for sign in _SIGNS)
+        or starts_launcher(file, cwd=file.parent)
+        for file in files
+    )
 
 
 def _python(
