@@ -83,8 +83,8 @@ def test_what_a_shell_script_changes_is_kept_for_trials_and_the_users_files_stay
         (folder / name).write_text("the user's")
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     (folder / "train.sh").write_text(
-        "mktemp -d; rm -rf runs; mkdir -p runs new/data; echo x > new/data/part; echo x > list; ln -s list link\n"
-        "echo '{}' > new/made.json; echo '{}' > old.json; export CONFIG=$PWD/old.json\n"
+        "touch $(mktemp -d)/log; rm -rf runs; mkdir -p runs new/data; echo x > new/data/part; echo x > list\n"
+        "ln -s list link; echo '{}' > new/made.json; echo '{}' > old.json; export CONFIG=$PWD/old.json\n"
         "torchrun --nproc_per_node 2 train.py --out runs --config new/made.json --base=old.json --same same.json "
         "> train.log\n"
     )

@@ -114,10 +114,10 @@ def missing_files(copies: Path, folder: Path = Path("/")) -> Iterator[str]:
 
 
 def _is_unused(root: Path, path: str) -> bool:
-    """Return whether a path is a temporary folder without content, as libraries create it on import."""
-    begins = os.path.join(tempfile.gettempdir(), tempfile.gettempprefix())  # noqa: PTH118 - compared as text
+    """Return whether a path is temporary and only its owner's, as libraries and launchers create it for themselves."""
     seen = root / path.lstrip("/")
-    return path.startswith(begins) and seen.is_dir() and not seen.is_symlink() and not any(seen.iterdir())
+    is_temporary = path.rpartition("/")[0] == tempfile.gettempdir() and seen.name.startswith(tempfile.gettempprefix())
+    return is_temporary and seen.exists() and not seen.lstat().st_mode & 0o077
 
 
 def _output_of(process: int) -> Iterator[str]:
