@@ -67,10 +67,10 @@ def config_differences(
     """Return dotted key -> [the script's value, the file's value], with None for a missing key.
 
     Scripts that read the user's file get the launch's file, so a value that equals either is not a difference, nor is
-    DeepSpeed's default for a key missing in the file. ``"auto"`` equals any value, but for searched settings the filled
-    in value is reported. A list of values to try equals each member. Batch sizes are normalized to micro-batch and
-    accumulation before the comparison. Accumulation steps and global batches that a script sets itself are reported,
-    even as in the file.
+    DeepSpeed's default for a key missing in the file; a config in code keeps it. ``"auto"`` equals any value, but for
+    searched settings the filled in value is reported. A list of values to try equals each member. Batch sizes are
+    normalized to micro-batch and accumulation before the comparison. Accumulation steps and global batches that a
+    script sets itself are reported, even as in the file.
 
     ``script`` is the config that the script passed, before the overlay; ``launch`` is the user's with the overlay.
     Values of the keys in ``scripts`` are known to come from the script, also where the user's file contains ``"auto"``.
@@ -92,7 +92,8 @@ def config_differences(
         if user_value == _AUTO and value is not None and (is_own or key in _FILLED_IN):
             user_value = None  # the filled in value is the user's
             launched = None if launched == _AUTO else launched
-        if user_value is None and value is not None and value == _DEFAULTS.get(key):
+        is_default = value is not None and value == _DEFAULTS.get(key)
+        if user_value is None and is_default and (user or value == math.inf):
             continue
         if key in scripts_batches and value == user_value != launched:
             differences[key] = [value, value]

@@ -54,13 +54,15 @@ def test_a_script_that_reads_the_file_has_no_differences(script: dict[str, Any])
 
 
 def test_a_config_in_code_is_known_whole() -> None:
-    """Its monitors and ``steps_per_print`` were missing in the best config, without a word."""
+    """Its monitors and ``steps_per_print`` were missing in the best config, and xtuner reads ``fp16.enabled`` there."""
     script = {"steps_per_print": 10, "csv_monitor": {"enabled": True}, "autotuning": {"start_profile_step": 2}}
+    script["fp16"] = {"enabled": False}
     found = config_differences(script, user={}, launch={}, world_size=2)
     assert found == {
         "steps_per_print": [10, None],
         "csv_monitor.enabled": [True, None],
         "autotuning.start_profile_step": [2, None],
+        "fp16.enabled": [False, None],
     }
     assert config_differences({"steps_per_print": math.inf}, user={}, launch={}, world_size=2) == {}
 
