@@ -107,8 +107,13 @@ def test_a_script_that_starts_a_launcher_is_told_to_tune_its_command(start: Star
     assert failure.message.endswith("deepspeed --num_gpus 2 other.py`")
 
 
-@pytest.mark.parametrize(("text", "refused"), [("import torch", False), ("import DeepSpeed", True)])
+@pytest.mark.parametrize(
+    ("text", "refused"),
+    [("import torch", False), ("import DeepSpeed", True), ("from .library.part import run", True)],
+)
 def test_a_launcher_of_a_script_without_deepspeed_is_started(start: Starter, text: str, refused: bool) -> None:
+    (start.folder / "library").mkdir()
+    (start.folder / "library" / "part.py").write_text("import prepare\nimport deepspeed\n", encoding="utf-8")
     launcher, prepares = start.folder / "torchrun", start.folder / "prepare.py"
     launcher.write_text("#!/bin/sh\necho starts $3\n", encoding="utf-8")
     launcher.chmod(0o755)

@@ -24,7 +24,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -377,7 +377,7 @@ def measure_restarts(script: str) -> None:
     """Make ``os.exec*`` and ``subprocess`` of Python with this rank's script, or module, start the rank again.
 
     A launcher that the script starts before it joins the ranks would train unmeasured: that is refused, unless it is
-    torchrun with a script that does not name DeepSpeed, which prepares something.
+    torchrun with a script that does not use DeepSpeed, which prepares something.
     """
 
     def refuse_launch(args: Any) -> None:
@@ -419,14 +419,24 @@ def measure_restarts(script: str) -> None:
 
 
 def _trains_nothing(line: str) -> bool:
-    """Return whether neither the command of a launcher nor the script in it names DeepSpeed or accelerate."""
+    """Return whether a launcher's command and its script, with the local modules that it imports, name no DeepSpeed."""
+    sources = {Path(word): b"" for word in line.split() if word.endswith(".py")}
     try:
-        scripts = [read_regular(word) for word in line.split() if word.endswith(".py")]
+        _read_local([*sources], sources)
     except OSError:
         return False
-    return bool(scripts) and not re.search(
-        rb"deepspeed|accelerate", b"\n".join((line.encode(), *scripts)), re.IGNORECASE
-    )
+    named = re.compile(rb"deepspeed|accelerate", re.IGNORECASE)
+    return bool(sources) and not any(map(named.search, (line.encode(), *sources.values())))
+
+
+def _read_local(files: Iterable[Path], sources: dict[Path, bytes]) -> None:
+    """Add files, and modules beside them or in the working directory that they import, to path -> source."""
+    for file in files:
+        source = sources[file] = read_regular(file)
+        names = {name.decode() for name in re.findall(rb"^\s*(?:from|import)\s+\.*(\w+)", source, re.MULTILINE)}
+        places = [folder / name for folder in (file.parent, Path.cwd()) for name in names]
+        imported = [path for place in places for path in (place.with_suffix(".py"), *place.rglob("*.py"))]
+        _read_local([path for path in imported if path not in sources and path.is_file()], sources)
 
 
 def _place_of_script(command: Sequence[str], script: str) -> int | None:

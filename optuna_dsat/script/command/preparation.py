@@ -114,10 +114,15 @@ def missing_files(copies: Path, folder: Path = Path("/")) -> Iterator[str]:
 
 
 def _is_unused(root: Path, path: str) -> bool:
-    """Return whether a path is temporary and only its owner's, as libraries and launchers create it for themselves."""
+    """Return whether a path is a temporary folder without content, as libraries and launchers create for themselves.
+
+    Empty files, such as logs of ranks that are not started, are no content.
+    """
+    begins = os.path.join(tempfile.gettempdir(), tempfile.gettempprefix())  # noqa: PTH118 - compared as text
     seen = root / path.lstrip("/")
-    is_temporary = path.rpartition("/")[0] == tempfile.gettempdir() and seen.name.startswith(tempfile.gettempprefix())
-    return is_temporary and seen.exists() and not seen.lstat().st_mode & 0o077
+    if not path.startswith(begins) or not seen.is_dir() or seen.is_symlink():
+        return False
+    return not any(file.is_symlink() or (file.is_file() and file.stat().st_size) for file in seen.rglob("*"))
 
 
 def _output_of(process: int) -> Iterator[str]:
