@@ -430,7 +430,7 @@ def _trains_nothing(line: str) -> bool:
 
 
 def _read_local(files: Iterable[Path], sources: dict[Path, bytes]) -> None:
-    """Add files, and modules beside them or in the working directory that they import, to path -> source."""
+    """Add files, and modules next to them or in the working directory that they import, to path -> source."""
     for file in files:
         source = sources[file] = read_regular(file)
         names = {name.decode() for name in re.findall(rb"^\s*(?:from|import)\s+\.*(\w+)", source, re.MULTILINE)}
