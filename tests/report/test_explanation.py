@@ -109,7 +109,7 @@ def test_what_pairs_of_launches_show_is_said_as_measured() -> None:
 
 def test_what_was_not_measured_is_said_by_the_model_with_its_doubt() -> None:
     machine = Machine()
-    study = study_of(machine, {MICRO_BATCH: 12, "overlap_comm": True}, {MICRO_BATCH: 6})
+    study = study_of(machine, {MICRO_BATCH: 12, "overlap_comm": True}, {MICRO_BATCH: 9})
     parts = by_knob(explained(study))
     with_overlap = {**OWN, "overlap_comm": True}
     true = machine.rate({**with_overlap, MICRO_BATCH: 12}) / machine.rate({**with_overlap, MICRO_BATCH: 4})
@@ -117,7 +117,7 @@ def test_what_was_not_measured_is_said_by_the_model_with_its_doubt() -> None:
     assert (sizes.source, sizes.pairs) == ("model", 0)
     assert sizes.factor is not None
     assert sizes.factor == pytest.approx(true, rel=0.15)
-    assert present(sizes.low) < sizes.factor < present(sizes.high)
+    assert present(sizes.low) < min(true, sizes.factor) < max(true, sizes.factor) < present(sizes.high)
 
 
 def test_a_stage_brings_its_own_knobs_and_still_counts_as_one() -> None:
