@@ -200,9 +200,9 @@ def test_every_option_of_a_search_is_declared_in_one_class() -> None:
     assert twice <= {"script", "ds_config", "method"}, "an option names what the spec's field of that name holds"
 
 
-MOST_PRODUCT_LINES = 64_721
+MOST_PRODUCT_LINES = 64_717
 MOST_PRODUCT_FILES = 323
-MOST_TEST_LINES = 52_360
+MOST_TEST_LINES = 52_379
 MOST_BENCHMARK_LINES = 7_477
 """The budget. A change that needs more edits a number here; the aims are 56,000, 280, 40,000 and 6,000."""
 MOST_MODULES_OF_A_FOLDER = 15

@@ -151,13 +151,11 @@ def _is_host_bound(spec: StudySpec, profiled: Profiled) -> bool:
     return any(size <= hardware.host_memory_bytes < _PAGE_LOCKED * size for size in needed)
 
 
-def largest_micro_batches(
-    spec: StudySpec, profiled: Profiled, *, every: int | None = None
-) -> dict[tuple[int, bool], int]:
+def largest_micro_batches(spec: StudySpec, profiled: Profiled, *, every: int | None = None) -> dict[Structure, int]:
     """Return the largest micro-batch of each structure by the memory model, with the smallest searched buckets.
 
-    Keys are (ZeRO stage, whether all possible is offloaded), values samples per rank, 0 if nothing fits. ``every`` is 0
-    without activation checkpointing, 1 with that of every block, None for the script's.
+    Values are samples per rank, 0 if nothing fits. ``every`` is 0 without activation checkpointing, 1 with that of
+    every block, None for the script's.
     """
     hardware = hardware_of(spec, profiled)
     base = ds_config.effective(spec.ds_config)
@@ -168,17 +166,15 @@ def largest_micro_batches(
         for tuned in space.knobs
         if tuned.knob.kind == "size" and tuned.role is Role.PARAMETER
     }
+    settings = memory.swap_settings(profiled.profile, base, hardware)
+    structures = [structure for structure in STRUCTURES if structure.stage in spec.stages]
+    if spec.nvme_folder is not None:
+        structures += [structure.on_nvme() for structure in structures if structure.stage == 3 and structure.offloads]
     result = {}
-    for stage in spec.stages:
-        for offloaded in (False, True) if stage > 0 else (False,):
-            to_nvme = stage == 3 and spec.nvme_folder is not None
-            device = ("nvme" if to_nvme else "cpu") if offloaded else "none"
-            structure = Structure(stage=stage, offload_optimizer=device, offload_param=device if stage == 3 else "none")
-            settings = memory.swap_settings(profiled.profile, base, hardware)
-            section = structure.zero_section(nvme_path=spec.nvme_folder, swap_settings=settings)
-            zero = {**sizes, **section}
-            config = ds_config.merge(base, {ds_config.ZERO: zero, MODEL: {CHECKPOINT_EVERY: every}})
-            result[stage, offloaded] = memory.largest_micro_batch(profiled.profile, config, hardware=hardware)
+    for structure in structures:
+        zero = {**sizes, **structure.zero_section(nvme_path=spec.nvme_folder, swap_settings=settings)}
+        config = ds_config.merge(base, {ds_config.ZERO: zero, MODEL: {CHECKPOINT_EVERY: every}})
+        result[structure] = memory.largest_micro_batch(profiled.profile, config, hardware=hardware)
     return result
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from optuna_dsat.config.conditions import NVME, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM
+from optuna_dsat.config.structures import Structure
 from optuna_dsat.errors import UsageError
 from optuna_dsat.guided.order import complexity, structure_of
 from optuna_dsat.launch.machine.nvme import Speed
@@ -19,11 +20,12 @@ from optuna_dsat.launch.run_directory import OutputError
 from optuna_dsat.outcome import Outcome
 from optuna_dsat.study.profile.host import saving_in_words
 from optuna_dsat.study.profile.profile import profile_attempts
+from optuna_dsat.study.space import largest_micro_batches, micro_batch_cap
 from optuna_dsat.study.spec import StudySpec
 from tests.harness.landscapes import GIB, Hill
 from tests.harness.simulated import SimulatedLauncher, SimulatedProfile, SimulatedResult
 from tests.harness.small_model import PROFILE, profiled_of
-from tests.harness.studies import USER_CONFIG, StudyBench
+from tests.harness.studies import USER_CONFIG, StudyBench, spec_of
 
 SPEED = Speed(write_bytes_per_s=1e9, read_bytes_per_s=3e9, size_bytes=1, direct=True)
 
@@ -115,3 +117,20 @@ def test_a_search_warns_where_the_model_cannot_be_saved(bench: StudyBench) -> No
     assert not saving_in_words(bench.spec(ds_config=gathers, zero_stages=(3,)), profiled_of())
     assert not saving_in_words(bench.spec(zero_stages=(3,)), profiled)
     assert not saving_in_words(bench.spec(ds_config=gathers, zero_stages=(1, 2)), profiled)
+
+
+@pytest.mark.parametrize(("host_gib", "best"), [(90, ("cpu", "cpu")), (72, ("cpu", "none")), (60, ("none", "cpu"))])
+def test_the_micro_batch_reaches_what_one_offload_allows_where_the_host_has_no_memory_for_both(
+    host_gib: int, best: tuple[str, str]
+) -> None:
+    facts: dict[str, Any] = {
+        "params": 4 * 10**9,
+        "trainable_params": 4 * 10**9,
+        "activation_bytes_per_sample": GIB // 4,
+    }
+    profiled = profiled_of(profile=replace(PROFILE, **facts, host_memory_bytes=host_gib * GIB), data_parallel_size=2)
+    spec = spec_of(Path("/x"), ds_config={"bf16": {"enabled": True}})
+    sizes = largest_micro_batches(spec, profiled)
+    largest = max(sizes, key=lambda structure: sizes[structure])
+    assert (largest.offload_optimizer, largest.offload_param) == best
+    assert micro_batch_cap(spec, profiled) == 2 * sizes[largest] > 2 * sizes[Structure(stage=3)]

@@ -70,9 +70,9 @@ class ProfileTurn:
         """Return the stored profile of the same script, config and hardware, or measure a new profile; announce it."""
         profiled, reused = self._find_or_measure()
         largest = {
-            stage: size
-            for (stage, offloaded), size in largest_micro_batches(profiled.followed_by(self._spec), profiled).items()
-            if not offloaded
+            structure.stage: size
+            for structure, size in largest_micro_batches(profiled.followed_by(self._spec), profiled).items()
+            if not structure.offloads
         }
         self._context.observer(
             ProfileFinished(
